@@ -36,11 +36,6 @@ class Kernel(NamedTuple):
     us: float
     launch: int
 
-    @property
-    def end(self) -> float:
-        """When it had ended, µs."""
-        return self.start + self.us
-
 
 @dataclass(frozen=True, slots=True)
 class Profile:
@@ -133,7 +128,7 @@ def parse(trace: Path, mode: str, batch: int) -> Profile | None:
         mode,
         batch,
         statistics.median(b - a for a, b in itertools.pairwise(starts)),
-        statistics.median(max(k.end for k in r) - r[0].start for r in replays),
+        statistics.median(max(k.start + k.us for k in r) - r[0].start for r in replays),
         {name: (len(us) / count, sum(us) / count) for name, us in kernels.items()},
     )
 

@@ -189,8 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         torch.cuda.empty_cache()
         # What was measured survives a run that is cut off.
         write(rows, notes, ceiling, arguments.output)
-    for note in notes:
-        sys.stdout.write(note + "\n")
+    sys.stdout.writelines(f"{note}\n" for note in notes)
     return 1 if any("WRONG" in note or "FAILED" in note for note in notes) else 0
 
 

@@ -74,12 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status: 1 where ours was wrong or did not run."""
     parser = argparse.ArgumentParser(prog="python -m taut_bench.scaled_mm")
     parser.add_argument("--output", type=Path, required=True, help="directory for the results")
-    parser.add_argument(
-        "--kind",
-        action="append",
-        choices=sorted(PREPARE),
-        help=f"of product, repeatable; without it: {', '.join(KINDS)}",
-    )
+    shapes.add_kind(parser, PREPARE, KINDS)
     shapes.add_arguments(parser)
     parser.add_argument("--kernel", action="append", choices=_KERNELS)
     arguments = parser.parse_args(argv)

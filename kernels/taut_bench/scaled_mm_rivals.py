@@ -82,6 +82,11 @@ def cutlass_product(layer: Layer, weight: Tensor) -> Product:
     return product
 
 
+def _require(layer: Layer, op: str, type_: str) -> None:
+    if layer.op != op:
+        raise UnavailableError(f"takes {type_} only")
+
+
 def cutlass(layer: Layer, weight: Tensor) -> Call:
     """Run vLLM's first choice for either type."""
     product = cutlass_product(layer, weight)
@@ -103,8 +108,7 @@ def vllm_triton(layer: Layer, weight: Tensor) -> Call:
 
 def scaled_mm_rows(layer: Layer, weight: Tensor) -> Call:
     """Run `torch._scaled_mm` with a scale a token and a channel."""
-    if layer.op != "fp8_gemm":
-        raise UnavailableError("takes FP8 only")
+    _require(layer, "fp8_gemm", "FP8")
 
     def call(M: int) -> Tensor:
         y: Tensor = torch._scaled_mm(
@@ -122,8 +126,7 @@ def scaled_mm_rows(layer: Layer, weight: Tensor) -> Call:
 
 def scaled_mm_tensor(layer: Layer, weight: Tensor) -> Call:
     """Run `torch._scaled_mm` with one scale a tensor: less work than the others do."""
-    if layer.op != "fp8_gemm":
-        raise UnavailableError("takes FP8 only")
+    _require(layer, "fp8_gemm", "FP8")
     one = torch.ones((), device=weight.device)
 
     def call(M: int) -> Tensor:
@@ -137,8 +140,7 @@ def scaled_mm_tensor(layer: Layer, weight: Tensor) -> Call:
 
 def int_mm(layer: Layer, weight: Tensor) -> Call:
     """Run `torch._int_mm`: int32 results, no scales."""
-    if layer.op != "w8a8_gemm":
-        raise UnavailableError("takes int8 only")
+    _require(layer, "w8a8_gemm", "int8")
 
     def call(M: int) -> Tensor:
         return torch._int_mm(layer.x[:M], weight.t())

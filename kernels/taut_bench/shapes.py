@@ -73,6 +73,21 @@ def token_counts(text: str) -> list[int]:
     return found
 
 
+def add_effort(parser: argparse.ArgumentParser, *, processes: int, replays: int) -> None:
+    """Add ``--processes`` and ``--replays`` to a tuner's command line, with these defaults."""
+    what = "compilers beside each other"
+    parser.add_argument("--processes", type=int, default=processes, help=what)
+    parser.add_argument("--replays", type=int, default=replays)
+
+
+def add_kind(
+    parser: argparse.ArgumentParser, choices: Iterable[str], default: Iterable[str]
+) -> None:
+    """Add ``--kind`` of an 8-bit product to a command line."""
+    what = f"of product, repeatable; without it: {', '.join(default)}"
+    parser.add_argument("--kind", action="append", choices=sorted(choices), help=what)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add ``--shapes``, ``--shape`` and ``--tokens`` to a benchmark's command line."""
     parser.add_argument(

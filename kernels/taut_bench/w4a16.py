@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,6 +28,41 @@ DEFAULT_TOKENS = (1, 2, 4, 8, 16, 32, 48, 64, 128, 256, 384, 768, 1024, 1664, 40
 """Some that fill no tile: a prefill has any number of tokens."""
 
 
+def _first(
+    prepare: Callable[[Layer], Prepared], layer: Layer, M: int, count: int
+) -> tuple[list[Prepared], Tensor]:
+    """Prepare ``count`` copies of a layer; return their calls and the first one's result."""
+    calls = [prepare(layer)]
+    y = calls[0](layer.x[:M])
+    return calls + [prepare(layer) for _ in range(count - 1)], y
+
+
+def _again(calls: list[Prepared], x: Tensor) -> tuple[list[Prepared], Tensor]:
+    return calls, calls[0](x)
+
+
+def _right(
+    name: str,
+    where: str,
+    layer: Layer,
+    notes: list[str],
+    attempt: Callable[[], tuple[list[Prepared], Tensor]],
+) -> list[Prepared]:
+    """Return a kernel's calls where their result is right; else leave a note, and none."""
+    try:
+        calls, y = attempt()
+    except OtherFormatError as error:
+        notes.append(f"{name} on {where}: no row: {first_line(error)}")
+        return []
+    except REFUSED as error:
+        notes.append(f"{name} on {where}: not run: {first_line(error)}")
+        return []
+    if reason := w4a16_rivals.why_wrong(name, layer, y):
+        notes.append(f"{name} on {where}: WRONG, not timed: {reason}")
+        return []
+    return calls
+
+
 def _prepared(
     layer: Layer, names: Sequence[str], largest: int, notes: list[str]
 ) -> dict[str, list[Prepared]]:
@@ -36,20 +72,10 @@ def _prepared(
         dense = name == "cuBLAS"
         copy_bytes = 2 * layer.N * layer.K if dense else layer.weight_bytes()
         prepare = w4a16_rivals.PREPARE[name]
-        try:
-            calls = [prepare(layer)]
-            y = calls[0](layer.x[:largest])
-            calls += [prepare(layer) for _ in range(timing.copies_needed(copy_bytes) - 1)]
-        except OtherFormatError as error:
-            notes.append(f"{name} on {layer.N}×{layer.K}: no row: {first_line(error)}")
-            continue
-        except REFUSED as error:
-            notes.append(f"{name} on {layer.N}×{layer.K}: not run: {first_line(error)}")
-            continue
-        if reason := w4a16_rivals.why_wrong(name, layer, y):
-            notes.append(f"{name} on {layer.N}×{layer.K}: WRONG, not timed: {reason}")
-            continue
-        ready[name] = calls
+        count = timing.copies_needed(copy_bytes)
+        attempt = partial(_first, prepare, layer, largest, count)
+        if calls := _right(name, f"{layer.N}×{layer.K}", layer, notes, attempt):
+            ready[name] = calls
     return ready
 
 
@@ -71,13 +97,8 @@ def _measure_shape(
         x = layer.x[:M]
         subjects = []
         for name, calls in ready.items():
-            try:
-                y = calls[0](x)
-            except REFUSED as error:
-                notes.append(f"{name} on {N}×{K}, M={M}: not run: {first_line(error)}")
-                continue
-            if reason := w4a16_rivals.why_wrong(name, layer, y):
-                notes.append(f"{name} on {N}×{K}, M={M}: WRONG, not timed: {reason}")
+            attempt = partial(_again, calls, x)
+            if not _right(name, f"{N}×{K}, M={M}", layer, notes, attempt):
                 continue
             subjects.append(w4a16_rivals.subject(name, calls, x))
         timings = timing.measure(subjects) if M <= 256 else timing.measure(subjects, 12, 8)

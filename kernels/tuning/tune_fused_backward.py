@@ -22,6 +22,7 @@ from torch import Tensor
 
 from taut_bench import cuda_device
 from taut_bench.fused_backward import LONG_WIDTHS, WIDTHS
+from taut_bench.shapes import add_effort
 from taut_kernels.activation import swiglu_launch
 from taut_kernels.loss import softmax
 from taut_kernels.norm import train_launch as norm_launch
@@ -322,8 +323,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, required=True, help="directory for the results")
     parser.add_argument("--op", action="append", choices=sorted(KERNELS))
     parser.add_argument("--width", type=int, action="append")
-    parser.add_argument("--processes", type=int, default=14, help="compilers beside each other")
-    parser.add_argument("--replays", type=int, default=7)
+    add_effort(parser, processes=14, replays=7)
     arguments = parser.parse_args(argv)
     if cuda_device.missing("tuning.tune_fused_backward"):
         return 2

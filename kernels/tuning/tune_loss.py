@@ -22,6 +22,7 @@ import triton
 from torch import Tensor
 
 from taut_bench import cuda_device, report
+from taut_bench.shapes import add_effort
 from taut_kernels.loss import divergence as loss_divergence
 from taut_kernels.loss import row_softmax
 from taut_kernels.loss.tiles import OPS, RING, LossTile, RingTile, ring_rule, rule
@@ -179,8 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, required=True, help="directory for the results")
     parser.add_argument("--op", action="append", choices=(*OPS, RING))
     parser.add_argument("--vocabulary", type=int, action="append")
-    parser.add_argument("--processes", type=int, default=14, help="compilers beside each other")
-    parser.add_argument("--replays", type=int, default=7)
+    add_effort(parser, processes=14, replays=7)
     arguments = parser.parse_args(argv)
     if cuda_device.missing("tuning.tune_loss"):
         return 2

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import triton
 
-from taut_bench import cuda_device, report
+from taut_bench import cuda_device, report, testing
 from taut_kernels.tuner import timing
 from taut_kernels.tuner.refusal import REFUSED, first_line
 from tuning.tune_primitives_jobs import PARTS, Job, jobs_of, kept_rows, row_of
@@ -86,7 +86,7 @@ def tune(job: Job) -> tuple[list[Result], dict[str, Any] | None]:
         except (*REFUSED, triton.OutOfResources) as error:
             sys.stdout.write(f"{job.name} {tile}: {first_line(error)}\n")
             continue
-        if reason := operands.why_wrong(y):
+        if reason := testing.why_outside_budget(y, operands.gold, operands.reference):
             sys.stdout.write(f"WRONG {job.name} {tile}: {reason}\n")
             continue
         right[tile] = timing.Subject(str(tile), operands.caller(tile), operands.copies)

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from taut_bench import testing
 from taut_bench.primitives_cases import draw
 from taut_bench.shapes import LLAMA3_8B_PRODUCTS
 from taut_kernels.launch import tile_tables
@@ -42,10 +41,6 @@ class Operands:
     def caller(self, tile: Any) -> Callable[[int], Tensor]:
         """Return the call of one tile on the i-th copy."""
         return lambda i: self.run(tile, i)
-
-    def why_wrong(self, y: Tensor) -> str | None:
-        """Return why a result is outside the error budget, or None."""
-        return testing.why_outside_budget(y, self.gold, self.reference)
 
 
 @dataclass(frozen=True)

@@ -405,12 +405,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     started = time.monotonic()
     parser = argparse.ArgumentParser(prog="python -m tuning.tune_scaled_mm")
     parser.add_argument("--output", type=Path, required=True, help="directory for the results")
-    parser.add_argument(
-        "--kind",
-        action="append",
-        choices=sorted(ALL_KINDS),
-        help=f"of product, repeatable; without it: {', '.join(KINDS)}",
-    )
+    shapes.add_kind(parser, ALL_KINDS, KINDS)
     shapes.add_arguments(parser)
     parser.add_argument("--known", action="store_true", help=KNOWN)
     parser.add_argument("--seconds", type=float, help="start nothing new after so long")

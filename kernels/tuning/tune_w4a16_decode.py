@@ -34,7 +34,7 @@ from taut_kernels.tuner import timing
 from taut_kernels.tuner.refusal import first_line
 from taut_kernels.tuner.w4a16_compile import REFUSED, Job, compile_tile
 from taut_kernels.tuner.w4a16_layer import Layer, make_layer
-from tuning import tune_best, w4a16_known_tiles
+from tuning import tune_best, w4a16_known_tiles, w4a16_rows
 
 SHAPES = LLAMA3_8B_PRODUCTS | SQUARE
 """N × K of a Llama-3-8B layer's products, and the square of the literature."""
@@ -90,16 +90,7 @@ def _tried(N: int, K: int, M: int, given: Format, *, known: bool) -> list[Decode
     return list(dict.fromkeys(found))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Result:
-    """One timed candidate; ``us`` is microseconds a call."""
-
-    shape: str
-    N: int
-    K: int
-    M: int
-    us: float
-    tile: DecodeTile
+Result = w4a16_rows.Result[DecodeTile]
 
 
 def _subject(layer: Layer, M: int, tile: DecodeTile, weights: list[Weight]) -> timing.Subject:

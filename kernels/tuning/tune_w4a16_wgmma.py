@@ -173,16 +173,7 @@ def regime_of(tile: Tile) -> str:
     return {RingTile: "ring", WgmmaTile: "wgmma", WavesTile: "tma-waves"}[type(tile)]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Result:
-    """One timed choice; ``us`` is microseconds a call, ``tile`` None for the dense regime."""
-
-    shape: str
-    N: int
-    K: int
-    M: int
-    us: float
-    tile: Choice
+Result = w4a16_rows.Result[Choice]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from taut_kernels.gemm.w4a16 import lookup as tiles_wgmma
 from taut_kernels.gemm.w4a16.lookup import BUCKETS, Choice, Choices
 from taut_kernels.gemm.w4a16.pair_tile import WavesTile
 from taut_kernels.gemm.w4a16.weight_format import WeightFormat
+
+Tile = TypeVar("Tile")
+
+
+@dataclass(frozen=True, slots=True)
+class Result(Generic[Tile]):
+    """One timed choice; ``us`` is microseconds a call, ``tile`` None for the dense kernel."""
+
+    shape: str
+    N: int
+    K: int
+    M: int
+    us: float
+    tile: Tile
+
 
 Place = tuple[int, int, int]
 """N, K and a bucket's index."""

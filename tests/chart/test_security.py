@@ -89,27 +89,31 @@ def test_no_secret_is_rendered(name: str):
 
 
 @pytest.mark.parametrize("name", CI_SETS)
-def test_only_gateways_with_endpoint_slices_have_a_token(name: str):
+def test_only_gateways_that_ask_the_api_have_a_token(name: str):
     rendered = render_set(name)
     tokens = {
         where
         for where, pod in pod_templates(rendered)
         if pod["spec"]["automountServiceAccountToken"]
     }
-    roles = of_kind(rendered, "Role")
-    if name in ("canary", "multi-node"):
+    rules = [role["rules"] for role in of_kind(rendered, "Role")]
+    watch = {
+        "apiGroups": ["discovery.k8s.io"],
+        "resources": ["endpointslices"],
+        "verbs": ["list", "watch"],
+    }
+    tell = {"apiGroups": ["events.k8s.io"], "resources": ["events"], "verbs": ["create"]}
+    itself = {"resources": ["deployments"], "resourceNames": ["rel-taut-gateway"], "verbs": ["get"]}
+    expected = {
+        "canary": [watch],
+        "multi-node": [watch],
+        "rollout": [tell, {"apiGroups": ["apps"], **itself}],
+    }
+    if name in expected:
         assert tokens == {"Deployment/rel-taut-gateway"}
-        assert [role["rules"] for role in roles] == [
-            [
-                {
-                    "apiGroups": ["discovery.k8s.io"],
-                    "resources": ["endpointslices"],
-                    "verbs": ["list", "watch"],
-                }
-            ]
-        ]
+        assert rules == [expected[name]]
     else:
-        assert not tokens and not roles
+        assert not tokens and not rules
     assert not of_kind(rendered, "ClusterRole")
 
 

@@ -67,6 +67,12 @@ def test_a_pattern_that_names_nothing_leaves_nothing(w8a8: Path, tmp_path: Path)
     assert not (tmp_path / "bad").exists()
 
 
+@pytest.mark.parametrize("factor", [1.0, float("nan"), float("inf")])
+def test_a_factor_that_harms_nothing_is_refused(factor: float):
+    with pytest.raises(MeasureError, match=r"--harm-factor .*: expected a finite number other"):
+        Harm("*", factor)
+
+
 def member(name: str) -> fleet.Member:
     return fleet.Member(name, 9000, ChildSpec(name, ("true",), {}, Path("log"), 1.0))
 
@@ -99,6 +105,21 @@ def test_other_sections_are_refused(text: str, told: str, tmp_path: Path):
     with pytest.raises(RecipeError, match=told) as refused:
         fleet.read_sections(file)
     assert str(refused.value).startswith(f"--gateway {file}: ")
+
+
+def test_a_file_of_sections_that_is_not_there_is_named(tmp_path: Path):
+    with pytest.raises(RecipeError, match=r"--gateway .*gone\.yaml: No such file"):
+        fleet.read_sections(tmp_path / "gone.yaml")
+
+
+def test_a_baseline_that_is_no_model_is_refused_before_anything_is_copied(
+    w8a8: Path, tmp_path: Path
+):
+    (tmp_path / "empty").mkdir()
+    arguments = ["bench", "rollout", str(tmp_path / "empty"), str(w8a8)]
+    done = CliRunner().invoke(app, [*arguments, "--output", str(tmp_path / "out")])
+    assert done.exit_code != 0 and "no config.json" in str(done.exception) + done.output
+    assert not (tmp_path / "out").exists()
 
 
 def test_prompts_are_the_lines_of_a_file(tmp_path: Path):

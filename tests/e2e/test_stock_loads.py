@@ -8,6 +8,7 @@ a given text are compared instead.
 """
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -39,11 +40,24 @@ def answer(run_with_vllm, tmp_path_factory):
 
     def answer(engine: str, directory: Path, **environment: str) -> tuple[Answer, str]:
         file = tmp_path_factory.mktemp("answer") / "answer.json"
-        done = run_with_vllm(str(_SCRIPT), engine, str(directory), str(file), env=environment)
+        run = run_with_vllm if engine == "vllm" else run_alone
+        done = run(str(_SCRIPT), engine, str(directory), str(file), env=environment)
         assert done.returncode == 0, done.stderr[-3000:]
         return json.loads(file.read_text()), done.stdout + done.stderr
 
     return answer
+
+
+def run_alone(*arguments: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run a script in a process that has imported nothing of vLLM's."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+        env={**os.environ, "PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1", **env},
+    )
 
 
 def scatter(first: Answer, second: Answer) -> float:

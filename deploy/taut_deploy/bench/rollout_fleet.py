@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from taut_deploy.checkpoint import Golden, is_checkpoint, read_manifest
 from taut_deploy.documents import parse_yaml, read_yaml_text
 from taut_deploy.errors import RecipeError
-from taut_deploy.models.directory import read_shape
+from taut_deploy.models.directory import read_shape, require_model_directory
 from taut_deploy.ports import free_port
 from taut_deploy.serve.process import ChildSpec
 from taut_deploy.worker import WorkerSpec, worker_command
@@ -45,23 +45,24 @@ class Member:
         return f"http://127.0.0.1:{self.port}"
 
 
-def member_of(name: str, directory: Path, logs: Path, common: WorkerSpec) -> Member:
-    """Describe a variant by the directory that its worker loads.
+def members_of(
+    baseline: Path, candidate: Path, harmed: Path, *, logs: Path, common: WorkerSpec
+) -> list[Member]:
+    """Describe the variants by the directories that their workers load.
 
     Args:
-        name: of the variant.
-        directory: checkpoint or model directory.
-        logs: folder for its output.
-        common: the other settings of its worker.
+        baseline: what serves now.
+        candidate: checkpoint that is to take over.
+        harmed: its harmed copy.
+        logs: folder for workers' output.
+        common: context, KV cache and vLLM arguments of all workers.
     """
-    spec = WorkerSpec(
-        checkpoint=directory,
-        name=MODEL,
-        port=free_port(),
-        max_model_len=common.max_model_len,
-        kv_cache_gib=common.kv_cache_gib,
-        extra=common.extra,
-    )
+    directories = {BASELINE: baseline, CANDIDATE: candidate, HARMED: harmed}
+    return [_member(name, path, logs, common) for name, path in directories.items()]
+
+
+def _member(name: str, directory: Path, logs: Path, common: WorkerSpec) -> Member:
+    spec = replace(common, checkpoint=directory, name=MODEL, port=free_port())
     log = logs / f"worker-{name}.log"
     child = ChildSpec(name, worker_command(spec), {"PYTHONSAFEPATH": "1"}, log, _GRACE_S)
     # Whoever is harmed may say another first token: the guard is to find that, not the probe.
@@ -69,13 +70,19 @@ def member_of(name: str, directory: Path, logs: Path, common: WorkerSpec) -> Mem
     return Member(name, spec.port, child, read_manifest(directory).golden if known else None)
 
 
-def context_of(directory: Path, wanted: int | None) -> int:
-    """Return the context in tokens: what is wanted, else the model's own."""
+def context_of(baseline: Path, candidate: Path, wanted: int | None) -> int:
+    """Check both directories; return the context in tokens: what is wanted, else the candidate's.
+
+    Raises:
+        ModelError: one of them is no model.
+    """
+    for directory in (baseline, candidate):
+        require_model_directory(directory)
     if wanted is not None:
         return wanted
-    if is_checkpoint(directory):
-        return read_manifest(directory).max_model_len
-    return read_shape(directory).max_position_embeddings
+    if is_checkpoint(candidate):
+        return read_manifest(candidate).max_model_len
+    return read_shape(candidate).max_position_embeddings
 
 
 def read_sections(file: Path | None) -> dict[str, Any]:
@@ -86,7 +93,11 @@ def read_sections(file: Path | None) -> dict[str, Any]:
     """
     if file is None:
         return {}
-    found = parse_yaml(read_yaml_text(file, RecipeError), f"--gateway {file}", RecipeError)
+    try:
+        text = read_yaml_text(file, RecipeError)
+    except OSError as error:
+        raise RecipeError(f"--gateway {file}: {error.strerror}") from error
+    found = parse_yaml(text, f"--gateway {file}", RecipeError)
     if not isinstance(found, dict) or not found.keys() <= {"guard", "rollout"}:
         raise RecipeError(f"--gateway {file}: expected the sections guard and rollout, no others")
     for name, section in found.items():

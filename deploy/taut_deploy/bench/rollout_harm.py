@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from taut_deploy.checkpoint import is_checkpoint, read_manifest, seal
 from taut_deploy.errors import MeasureError
-from taut_deploy.files import copy_files, disk_errors_named, safetensors_disk_errors
+from taut_deploy.files import (
+    copy_files,
+    disk_errors_named,
+    require_free_space,
+    safetensors_disk_errors,
+)
 from taut_deploy.models.directory import model_files, weight_files
 
 
@@ -19,10 +25,19 @@ class Harm:
     Args:
         tensors: names as a shell pattern.
         factor: what by.
+
+    Raises:
+        MeasureError: the factor is not finite, or changes nothing.
     """
 
     tensors: str
     factor: float
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.factor) or self.factor == 1.0:
+            raise MeasureError(
+                f"--harm-factor {self.factor:g}: expected a finite number other than 1"
+            )
 
 
 def harmed_copy(source: Path, target: Path, harm: Harm) -> list[str]:
@@ -50,9 +65,11 @@ def harmed_copy(source: Path, target: Path, harm: Harm) -> list[str]:
             f"--harm-tensors {harm.tensors!r}: no tensor of {source} has such a name; "
             "such as '*.layers.0.*weight_scale'"
         )
+    files = model_files(source)
+    require_free_space(target, sum(file.stat().st_size for file in {*files, *weights}))
     with disk_errors_named(target):
         target.mkdir(parents=True)
-    copy_files([file for file in model_files(source) if file not in weights], source, target)
+    copy_files([file for file in files if file not in weights], source, target)
     for file in weights:
         _multiply(file, target / file.relative_to(source), set(chosen), harm.factor)
     if is_checkpoint(source):

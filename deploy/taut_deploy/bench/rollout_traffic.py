@@ -42,6 +42,8 @@ _FORMS = (
     "Dear editor, your article about {}",
 )
 
+_PAUSE_S = 0.1
+
 
 @dataclass(frozen=True)
 class Load:
@@ -129,19 +131,23 @@ class Traffic:
             try:
                 await self._ask(client, body)
             except httpx.HTTPError as error:
-                self.failures[type(error).__name__] += 1
+                await self._failed(type(error).__name__)
 
     async def _ask(self, client: httpx.AsyncClient, body: dict[str, Any]) -> None:
         async with client.stream("POST", self._url, json=body) as answer:
             content = await answer.aread()
         if answer.status_code != httpx.codes.OK:
-            self.failures[str(answer.status_code)] += 1
-            await asyncio.sleep(0.1)  # a gateway that refuses is not asked without a pause
+            await self._failed(str(answer.status_code))
         elif body["stream"] and not content.rstrip().endswith(b"data: [DONE]"):
-            self.failures["broken stream"] += 1
+            await self._failed("broken stream")
         else:
             self.answered[answer.headers["x-taut-variant"]] += 1
             self.streams += body["stream"]
+
+    async def _failed(self, kind: str) -> None:
+        self.failures[kind] += 1
+        # A gateway that refuses, or is not there, is not asked without a pause.
+        await asyncio.sleep(_PAUSE_S)
 
     def as_json(self) -> dict[str, Any]:
         """Return what was counted."""

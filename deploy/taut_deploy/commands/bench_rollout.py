@@ -6,7 +6,7 @@ import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,7 +14,11 @@ from taut_deploy.commands.option_groups import with_groups
 from taut_deploy.commands.output import JsonFlag, make_folder, print_json, say
 from taut_deploy.commands.worker_options import KvCacheGib
 from taut_deploy.errors import OutputError
+from taut_deploy.progress import Say
 from taut_deploy.worker import WorkerSpec
+
+if TYPE_CHECKING:
+    from taut_deploy.bench.rollout import Rehearsal
 
 HARM_TENSORS = "*.layers.0.*weight_scale"
 
@@ -90,43 +94,45 @@ def rollout(
     from taut_deploy.bench import rollout_fleet as fleet
     from taut_deploy.bench.rollout import Plan, rehearse
     from taut_deploy.bench.rollout_harm import Harm, harmed_copy
-    from taut_deploy.bench.rollout_report import document, markdown, write
     from taut_deploy.bench.rollout_traffic import Load, read_prompts
-    from taut_deploy.bench.serve_report import describe_host
 
-    told = (lambda _: None) if as_json else say
+    told: Say = (lambda _: None) if as_json else say
     sections = fleet.read_sections(gateway)
     asked = Load(read_prompts(load.prompts), load.concurrency, load.tokens)
-    context = fleet.context_of(candidate, max_model_len)
-    output = output.resolve()
-    if output.exists() and any(output.iterdir()):
-        raise OutputError(f"--output {output}: not empty; the audit log of a rehearsal is new")
-    make_folder(output)
+    baseline, candidate, output = baseline.resolve(), candidate.resolve(), output.resolve()
     wrong = Harm(harm.harm_tensors, harm.harm_factor)
-    changed = harmed_copy(candidate.resolve(), output / fleet.HARMED, wrong)
-    told(f"harmed copy: {len(changed)} tensors x {wrong.factor:g}")
+    context = fleet.context_of(baseline, candidate, max_model_len)
+    _make_new_folder(output)
+    changed = harmed_copy(candidate, output / fleet.HARMED, wrong)
+    what = f"{len(changed)} tensors x {wrong.factor:g}"
+    told(f"harmed copy: {what}")
     common = WorkerSpec(
         candidate, max_model_len=context, kv_cache_gib=kv_cache_gib, extra=tuple(vllm_args or ())
     )
-    directories = {
-        fleet.BASELINE: baseline.resolve(),
-        fleet.CANDIDATE: candidate.resolve(),
-        fleet.HARMED: output / fleet.HARMED,
-    }
-    members = [fleet.member_of(name, path, output, common) for name, path in directories.items()]
+    directories = baseline, candidate, output / fleet.HARMED
+    members = fleet.members_of(*directories, logs=output, common=common)
     plan = Plan(context, sections, asked, limits.limit_s, limits.start_s, output)
     found = asyncio.run(rehearse(plan, members, told))
-    facts = {
-        "command": f"taut {shlex.join(sys.argv[1:])}",
-        "harm": f"{len(changed)} tensors x {wrong.factor:g}",
-        **describe_host(),
-    }
+    _tell(found, what, output, as_json)
+    if not found.as_expected:
+        raise typer.Exit(1)
+
+
+def _make_new_folder(output: Path) -> None:
+    make_folder(output)
+    if any(output.iterdir()):
+        raise OutputError(f"--output {output}: not empty; the audit log of a rehearsal is new")
+
+
+def _tell(found: "Rehearsal", harm: str, output: Path, as_json: bool) -> None:
+    from taut_deploy.bench.rollout_report import document, markdown, write
+    from taut_deploy.bench.serve_report import describe_host
+
+    facts = {"command": f"taut {shlex.join(sys.argv[1:])}", "harm": harm, **describe_host()}
     files = write(found, facts, output)
     if as_json:
         print_json(document(found, facts))
-    else:
-        typer.echo(markdown(found, facts))
-        for file in files:
-            say(f"wrote {os.path.relpath(file)}")
-    if not found.as_expected:
-        raise typer.Exit(1)
+        return
+    typer.echo(markdown(found, facts))
+    for file in files:
+        say(f"wrote {os.path.relpath(file)}")

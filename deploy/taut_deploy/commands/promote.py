@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from taut_deploy.api_key import read_key_file
 from taut_deploy.commands.output import JsonFlag, print_json, printable
 from taut_deploy.errors import PromoteError
 
@@ -70,8 +71,7 @@ def hold(
     as_json: JsonFlag = False,
 ) -> None:
     """Stay at this step until the rollout is started again; harm still rolls it back."""
-    body = {"model": model, "why": why}
-    _moved(_ask(admin_url, api_key_file, "POST", "/hold", body), as_json)
+    _change("hold", model, why, admin_url, api_key_file, as_json)
 
 
 @app.command()
@@ -83,8 +83,7 @@ def rollback(
     as_json: JsonFlag = False,
 ) -> None:
     """Give all traffic back to the baseline, now."""
-    body = {"model": model, "why": why}
-    _moved(_ask(admin_url, api_key_file, "POST", "/rollback", body), as_json)
+    _change("rollback", model, why, admin_url, api_key_file, as_json)
 
 
 @app.command()
@@ -110,6 +109,13 @@ def history(
         )
         typer.echo(printable(text))
     typer.echo(f"{found['lines']} lines, newest hash {found['head'] or 'none'}")
+
+
+def _change(
+    command: str, model: str, why: str, url: str, key_file: Path | None, as_json: bool
+) -> None:
+    body = {"model": model, "why": why}
+    _moved(_ask(url, key_file, "POST", f"/{command}", body), as_json)
 
 
 def _moved(found: Any, as_json: bool) -> None:
@@ -153,7 +159,7 @@ def _ask(url: str, key_file: Path | None, method: str, path: str, body: Any = No
         raise PromoteError(f"--admin-url {url}: is not of the form {DEFAULT_URL}")
     headers = {"Content-Type": "application/json"}
     if key_file is not None:
-        headers["Authorization"] = f"Bearer {_key(key_file)}"
+        headers["Authorization"] = f"Bearer {read_key_file(key_file, PromoteError)}"
     data = None if body is None else json.dumps(body, allow_nan=False).encode()
     try:
         request = urllib.request.Request(  # noqa: S310
@@ -166,18 +172,6 @@ def _ask(url: str, key_file: Path | None, method: str, path: str, body: Any = No
     except (OSError, HTTPException, ValueError) as error:
         told = getattr(error, "reason", error)
         raise PromoteError(f"--admin-url {url}: no admin API answers there: {told}") from error
-
-
-def _key(file: Path) -> str:
-    try:
-        key = file.read_text(encoding="ascii").strip()
-    except OSError as error:
-        raise PromoteError(f"--api-key-file {file}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise PromoteError(f"--api-key-file {file}: not a text file") from error
-    if not key or not key.isprintable() or " " in key:
-        raise PromoteError(f"--api-key-file {file}: holds no key: one line without spaces")
-    return key
 
 
 def _refusal(error: urllib.error.HTTPError) -> str:

@@ -10,6 +10,7 @@ from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field, PrivateAttr, model_validator
 
+from taut_deploy.recipe.quanto import Quanto
 from taut_deploy.recipe.schemes import SCHEMES, SchemeName
 from taut_deploy.recipe.stage import Order, StageModel, Strict
 from taut_deploy.recipe.whole_model import Distil, Qat, Rotate, Slim, Training
@@ -190,18 +191,6 @@ class Quantize(StageModel):
         return self.algorithm == "round"
 
 
-class Quanto(StageModel):
-    """Round weights as optimum-quanto does: by channel, from each one's largest; no data needed.
-
-    ``weights`` are ``int8`` or ``float8`` (e4m3); inputs stay as they are.
-    """
-
-    order: ClassVar[Order] = Order.STORE
-
-    method: Literal["quanto"] = "quanto"
-    weights: Literal["int8", "float8"] = "int8"
-
-
 class Mixed(StageModel):
     """Give every layer the candidate that serves the model best within a target.
 
@@ -340,20 +329,9 @@ class Palettize(StageModel):
         return self.steps is not None
 
 
+_Stored = Quantize | Quanto | Mixed | Factorize | Palettize
 Stage = Annotated[
-    Smooth
-    | Awq
-    | Prune
-    | Quantize
-    | Quanto
-    | Mixed
-    | Factorize
-    | Palettize
-    | Rotate
-    | Slim
-    | Distil
-    | Qat,
-    Field(discriminator="method"),
+    Smooth | Awq | Prune | _Stored | Rotate | Slim | Distil | Qat, Field(discriminator="method")
 ]
 STAGE_MODELS: dict[str, type[StageModel]] = {
     model.model_fields["method"].default: model for model in get_args(get_args(Stage)[0])

@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from taut_deploy.api_key import checked_key, read_key_file
 from taut_deploy.validate.errors import CouldNotValidateError
 
 KEY_VARIABLE = "TAUT_API_KEY"
@@ -53,23 +54,12 @@ def read_api_key(file: Path | None, environment: Mapping[str, str]) -> str | Non
     """
     variable = environment.get(KEY_VARIABLE) or None
     if file is None:
-        return None if variable is None else _checked(variable, KEY_VARIABLE)
+        if variable is None:
+            return None
+        return checked_key(variable, KEY_VARIABLE, CouldNotValidateError)
     if variable is not None:
         raise CouldNotValidateError(f"--api-key-file: {KEY_VARIABLE} is set too; give one of them")
-    try:
-        text = file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise CouldNotValidateError(f"--api-key-file {file}: not a text file") from error
-    except OSError as error:
-        raise CouldNotValidateError(f"--api-key-file {file}: {error.strerror}") from error
-    return _checked(text, f"--api-key-file {file}")
-
-
-def _checked(text: str, origin: str) -> str:
-    key = text.strip()
-    if not _VALUE.fullmatch(key) or " " in key:
-        raise CouldNotValidateError(f"{origin}: expected one key, a line of printable ASCII")
-    return key
+    return read_key_file(file, CouldNotValidateError)
 
 
 def request_headers(api_key: str | None, extra: Sequence[tuple[str, str]]) -> dict[str, str]:

@@ -5,7 +5,7 @@ metadata: {{- include "taut.metadata" . | nindent 2 }}
 spec:
   accessModes: [{{ default .root.Values.modelStore.accessMode .accessMode }}]
   {{- with .storageClass }}
-  storageClassName: {{ . }}
+  storageClassName: {{ . | quote }}
   {{- end }}
   resources:
     requests: {storage: {{ include "taut.claim.size" . }}}

@@ -9,7 +9,7 @@
 {{- $release := .Release.Name | replace "." "-" -}}
 {{- $full := printf "%s-%s" $release $name -}}
 {{- if contains $name $release -}}{{- $full = $release -}}{{- end -}}
-{{- if regexMatch "^[0-9]" $full -}}{{- $full = printf "%s-%s" $name $release -}}{{- end -}}
+{{- if regexMatch "^[0-9]" $full -}}{{- $full = printf "%s-%s" (ternary .Chart.Name $name (regexMatch "^[0-9]" $name)) $release -}}{{- end -}}
 {{- default ($full | trunc 30 | trimSuffix "-") .Values.fullnameOverride -}}
 {{- end }}
 
@@ -27,14 +27,14 @@ are ready, and makes none where a Service of that name is there. Context: {root,
 {{- define "taut.group.name" -}}{{ include "taut.fullname" .root }}-ranks-{{ .variant.name }}{{- end }}
 
 {{- define "taut.selector" -}}
-app.kubernetes.io/name: {{ include "taut.name" . }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/name: {{ include "taut.name" . | quote }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end }}
 
 {{/* Context: {root, component}. */}}
 {{- define "taut.component.selector" -}}
 {{ include "taut.selector" .root }}
-app.kubernetes.io/component: {{ .component }}
+app.kubernetes.io/component: {{ .component | quote }}
 {{- end }}
 
 {{/*
@@ -48,7 +48,7 @@ component it belongs to the release.
 {{- $annotations := merge (deepCopy (default dict .annotations)) (default dict .root.Values.commonAnnotations) -}}
 name: {{ .name }}
 {{- with .root.Values.namespaceOverride }}
-namespace: {{ . }}
+namespace: {{ . | quote }}
 {{- end }}
 labels: {{- toYaml $labels | nindent 2 }}
 {{- with $annotations }}

@@ -46,7 +46,7 @@ env:
   - {name: HOME, value: /scratch}
   {{- if $prepare.hubToken.existingSecret }}
   - name: HF_TOKEN
-    valueFrom: {secretKeyRef: {name: {{ $prepare.hubToken.existingSecret }}, key: {{ $prepare.hubToken.key }}}}
+    valueFrom: {secretKeyRef: {name: {{ $prepare.hubToken.existingSecret | quote }}, key: {{ $prepare.hubToken.key | quote }}}}
   {{- end }}
   {{- with include "taut.env" (default list .env) | fromYamlArray }}
   {{- toYaml . | nindent 2 }}

@@ -34,11 +34,11 @@ ephemeral:
   volumeClaimTemplate:
     spec:
       accessModes: [ReadWriteOnce]
-      storageClassName: {{ $store.ephemeral.storageClass }}
+      storageClassName: {{ $store.ephemeral.storageClass | quote }}
       resources: {requests: {storage: {{ default $store.size $store.ephemeral.size }}}}
 {{- else }}
 persistentVolumeClaim:
-  claimName: {{ include "taut.store.claim" . }}
+  claimName: {{ include "taut.store.claim" . | quote }}
   {{- if eq $store.accessMode "ReadOnlyMany" }}
   readOnly: true
   {{- end }}

@@ -6,7 +6,7 @@
 {{/* The pod of one worker. Context: {root, variant, rank}; rank: single, leader or follower. */}}
 {{- define "taut.worker.labels" -}}
 {{ include "taut.component.selector" (dict "root" .root "component" "worker") }}
-taut/variant: {{ .variant.name }}
+taut/variant: {{ .variant.name | quote }}
 taut/serves: {{ ne .rank "follower" | quote }}
 {{- if include "taut.worker.onStore" . }}
 taut/store: mounted
@@ -98,11 +98,11 @@ taut/prepares: "true"
   emptyDir: {sizeLimit: {{ $cache.sizeLimit }}}
 {{- with include "taut.cache.claim" .root }}
 - name: compile-cache
-  persistentVolumeClaim: {claimName: {{ . }}}
+  persistentVolumeClaim: {claimName: {{ . | quote }}}
 {{- end }}
 {{- with .variant.trust }}
 - name: trust
-  configMap: {name: {{ .configMap }}}
+  configMap: {name: {{ .configMap | quote }}}
 {{- end }}
 - name: shm
   emptyDir: {medium: Memory, sizeLimit: {{ default .root.Values.worker.shmSize .variant.shmSize }}}
@@ -173,7 +173,7 @@ failureThreshold: {{ div (add $worker.startupSeconds 4) 5 }}
 {{- define "taut.worker.spec" -}}
 {{- $worker := .root.Values.worker -}}
 {{- $token := and (ne .rank "follower") (eq $worker.startup "token") -}}
-serviceAccountName: {{ include "taut.worker.account" .root }}
+serviceAccountName: {{ include "taut.worker.account" .root | quote }}
 # Leaving the Service, then vLLM's own drain, then time to end its processes.
 terminationGracePeriodSeconds: {{ add $worker.deregisterSeconds $worker.drainSeconds 30 }}
 {{- if eq .rank "single" }}
@@ -184,7 +184,7 @@ topologySpreadConstraints:
     labelSelector:
       matchLabels:
         {{- include "taut.component.selector" (dict "root" .root "component" "worker") | nindent 8 }}
-        taut/variant: {{ .variant.name }}
+        taut/variant: {{ .variant.name | quote }}
 {{- end }}
 initContainers: {{- include "taut.worker.init" . | nindent 2 }}
 containers:

@@ -127,20 +127,14 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             else:
                 self._note_regions(operands, operands.read, _parts_in(result))
         else:
-            work = self._generic(func, name, operands, args, kwargs, result)
+            work = self._generic(func, name, operands, (args, kwargs), result)
         if work != Work():
             self._calls[name] += 1
             self._work[name] += work
         return result
 
     def _generic(
-        self,
-        func: Any,
-        name: str,
-        operands: _Operands,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        result: Any,
+        self, func: Any, name: str, operands: _Operands, given: _Given, result: Any
     ) -> Work:
         results = _parts_in(result)
         known = {_storage(tensor) for tensor in operands.all}
@@ -150,7 +144,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name in traits.ALLOCATES or (not fresh and not operands.written and results):
             self._note_regions(operands, [], results)
             return Work()
-        flops = self._flops(func, name, operands, args, kwargs, result)
+        flops = self._flops(func, name, operands, given, result)
         if name in traits.LOOKUPS:
             self._note_lookup(operands, {0: sum(map(touched_bytes, results))}, results)
             indices = sum(map(touched_bytes, operands.read[1:]))
@@ -165,15 +159,8 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         written = sum(map(touched_bytes, (*fresh, *operands.written)))
         return Work(flops, sum(map(touched_bytes, operands.read)), written)
 
-    def _flops(
-        self,
-        func: Any,
-        name: str,
-        operands: _Operands,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        result: Any,
-    ) -> int:
+    def _flops(self, func: Any, name: str, operands: _Operands, given: _Given, result: Any) -> int:
+        args, kwargs = given
         if name in traits.FLOPS:
             return traits.FLOPS[name](args)
         packet = func._overloadpacket
@@ -232,6 +219,10 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         results = {_storage(tensor): tensor for tensor in kept if _storage(tensor) in self._made}
         written += sum(map(touched_bytes, results.values()))
         return Count(tuple(by_op), dispatched, Work(dispatched.flops, read, written))
+
+
+_Given = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of a call."""
 
 
 class _Operands:

@@ -9,17 +9,11 @@ import torch
 from torch import Tensor
 
 from taut_bench.instruments.errors import InstrumentError
-from taut_kernels.primitives import (
-    conv2d_tiles,
-    convolution,
-    gemm,
-    gemm_tiles,
-    pooling,
-    reduce_tiles,
-    reduction,
-    transpose_tiles,
-    transposition,
-)
+from taut_kernels.primitives import convolution, gemm, pooling, reduction, transposition
+from taut_kernels.primitives.conv2d_tiles import VERSIONS as CONV2D_VERSIONS
+from taut_kernels.primitives.gemm_tiles import VERSIONS as GEMM_VERSIONS
+from taut_kernels.primitives.reduce_tiles import VERSIONS as REDUCE_VERSIONS
+from taut_kernels.primitives.transpose_tiles import VERSIONS as TRANSPOSE_VERSIONS
 
 Sizes = Mapping[str, int]
 # Importing an op's module registers it.
@@ -42,7 +36,7 @@ def _rung(sizes: Sizes, known: tuple[str, ...]) -> str:
 def matmul(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
     """Draw a [M, K] and b [K, N], the transpose of a layer's weight; a bias [N] where it is 1."""
     M, N, K = sizes["M"], sizes["N"], sizes["K"]
-    version = _rung(sizes, gemm_tiles.VERSIONS)
+    version = _rung(sizes, GEMM_VERSIONS)
     if sizes["bias"] and version != "v4":
         raise InstrumentError(f"--shape bias=1: needs version=4, got {sizes['version']}")
     if version in ("v3", "v4"):
@@ -53,7 +47,7 @@ def matmul(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[Any,
 
 def transpose(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
     """Draw x [M, N]."""
-    version = _rung(sizes, transpose_tiles.VERSIONS)
+    version = _rung(sizes, TRANSPOSE_VERSIONS)
     if version == "v5":
         gemm.check_copy_engine(version, device, "v4")
     return _draw((sizes["M"], sizes["N"]), dtype, device), version
@@ -72,7 +66,7 @@ def conv2d(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[Any,
     sizes_of_window = ((1, 1), (1, 1), (1, 1))
     version = "v1" if sizes["C"] % 8 or sizes["N"] % 8 else "v2"
     if sizes["version"]:
-        asked = _rung(sizes, conv2d_tiles.VERSIONS)
+        asked = _rung(sizes, CONV2D_VERSIONS)
         if asked == "v2" != version:
             raise InstrumentError("--shape version=2: C and N must be multiples of 8")
         version = asked
@@ -93,5 +87,5 @@ def avg_pool2d(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[
 
 def reduce(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
     """Draw x [M, N], summed along N."""
-    version = _rung(sizes, reduce_tiles.VERSIONS)
+    version = _rung(sizes, REDUCE_VERSIONS)
     return _draw((sizes["M"], sizes["N"]), dtype, device), "sum", 1, False, version

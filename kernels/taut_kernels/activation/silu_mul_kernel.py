@@ -22,14 +22,9 @@ from taut_kernels.rowwise.row_quant import quantize, row_scale
 
 @triton.jit
 def load_gate_up(
-    x_rows,
-    offs,
-    mask_m,
-    START: tl.constexpr,
-    BLOCK: tl.constexpr,
-    N: tl.constexpr,
+    x_rows, offs, mask_m, START: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-):
+):  # fmt: skip
     """Load gates and ups of columns START.. of the output, each [ROWS, BLOCK]."""
     if INTERLEAVED:
         pair_offs = tl.arange(0, 2 * BLOCK)
@@ -172,22 +167,10 @@ def silu_mul_quant_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def silu_mul_quant_long_kernel(
-    x_ptr,
-    y_ptr,
-    scale_ptr,
-    M,
-    stride_xm,
-    alpha,
-    beta,
-    limit,
-    N: tl.constexpr,
-    OUT: tl.constexpr,
-    FORM: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x_ptr, y_ptr, scale_ptr, M, stride_xm, alpha, beta, limit, N: tl.constexpr, OUT: tl.constexpr,
+    FORM: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """Arguments as :func:`silu_mul_quant_kernel`; a row is read a second time from L2."""
     start_early(PDL)
     offs_m, mask_m = rows_of_program(M, ROWS)

@@ -8,19 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from taut_kernels.activation.silu_mul_kernel import (
-    silu_mul_kernel,
-    silu_mul_quant_kernel,
-    silu_mul_quant_long_kernel,
-)
+from taut_kernels.activation import silu_mul_kernel as kernels
 from taut_kernels.launch import launcher as launching
 from taut_kernels.rowwise import tiles as tiles_fused
 from taut_kernels.rowwise.tile_options import block_of, prepare, tile_of
 from taut_kernels.rowwise.tiles import FusedTile
 
-_pointwise = launching.Launcher(silu_mul_kernel)
-_resident = launching.Launcher(silu_mul_quant_kernel)
-_long = launching.Launcher(silu_mul_quant_long_kernel)
+_pointwise = launching.Launcher(kernels.silu_mul_kernel)
+_resident = launching.Launcher(kernels.silu_mul_quant_kernel)
+_long = launching.Launcher(kernels.silu_mul_quant_long_kernel)
 
 
 def launch(

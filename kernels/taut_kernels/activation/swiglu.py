@@ -147,14 +147,13 @@ def silu(x: Tensor) -> Tensor:
     """Apply x · σ(x), differentiable.
 
     Args:
-        x: [..., N] bf16, fp16 or fp32, on the CPU also fp64; rows at one stride, columns next to
-            each other.
+        x: [..., N], as ``gate`` of :func:`swiglu`.
 
     Returns:
         [..., N] contiguous, dtype of ``x``.
 
     Raises:
-        ValueError: a shape, dtype or layout the contract does not allow; names the argument.
+        ValueError: as :func:`swiglu`.
     """
     y: Tensor = torch.ops.taut.silu(rows_of("x", x))
     return y.view(x.shape)

@@ -93,6 +93,13 @@ def capability(device: torch.device) -> tuple[int, int]:
     return _capability(_numbered(device))
 
 
+def why_no_ring(device: torch.device) -> str | None:
+    """Say why a kernel with a ring in shared memory does not run on a device, or None."""
+    if not is_hopper(device):
+        return "the ring needs the shared memory of compute capability 9.0"
+    return None
+
+
 def is_hopper(device: torch.device) -> bool:
     """Say whether a device has warp-group products and programmatic dependent launch (sm_90)."""
     return capability(device) == (9, 0)

@@ -8,23 +8,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from taut_kernels.loss.softmax_jit import capped, log2_sum, running_start, running_step
+from taut_kernels.loss.softmax_jit import capped, log2_sum, running_start, running_step, store_zeros
 
 
 @triton.jit
 def gradient(
-    z,  # [BLOCK] fp32 logits, capped
-    is_target,  # [BLOCK] which of them is the target's
-    lse,
-    scale,
-    label_smoothing,
-    z_loss,
-    softcap,
-    V: tl.constexpr,
-    HAS_SMOOTHING: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-):
-    """Return scale · ∂loss/∂logits of one row."""
+    z, is_target, lse, scale, label_smoothing, z_loss, softcap, V: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Return scale · ∂loss/∂logits of one row's capped logits ``z`` [BLOCK] fp32.
+
+    ``is_target`` [BLOCK] says which of them is the target's.
+    """
     LOG2E: tl.constexpr = 1.4426950408889634
     p = tl.exp2(z * LOG2E - lse * LOG2E)
     g = p * (1.0 + 2.0 * z_loss * lse)
@@ -101,9 +96,7 @@ def cross_entropy_kernel(
             tl.store(loss_ptr + row, 0.0)
             tl.store(lse_ptr + row, 0.0)
         if grad_ptr is not None:
-            zeros = tl.zeros((BLOCK,), dtype=grad_ptr.dtype.element_ty)
-            for start in tl.range(0, V, BLOCK):
-                tl.store(grad_row + start + offs, zeros, mask=start + offs < V)
+            store_zeros(grad_row, offs, V, BLOCK)
         return
     # A target outside the vocabulary is never followed: it makes loss and gradient NaN.
     inside = (target >= 0) & (target < V)

@@ -65,9 +65,7 @@ def _why_not_rows(rows: Tensor, out_address: int) -> str | None:
         bits |= stride
     if rows.stride(-1) != 1 or bits % 16:
         return "rows must be contiguous and 16-byte aligned"
-    if not launcher.is_hopper(rows.device):
-        return "the ring needs the shared memory of compute capability 9.0"
-    return None
+    return launcher.why_no_ring(rows.device)
 
 
 def choose_softmax(x: Tensor) -> RingTile | None:

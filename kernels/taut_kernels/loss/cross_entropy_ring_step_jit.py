@@ -58,17 +58,9 @@ def _largest(words, AXIS: gl.constexpr, FP16: gl.constexpr):
 
 
 @gluon.jit
-def _rounded_pair(high, low):
-    return gl.inline_asm_elementwise(
-        "cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f", [high, low], gl.int32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
-def _rounded_half_pair(high, low):
-    return gl.inline_asm_elementwise(
-        "cvt.rn.f16x2.f32 $0, $1, $2;", "=r,f,f", [high, low], gl.int32, is_pure=True, pack=1
-    )
+def _rounded_pair(high, low, FP16: gl.constexpr):
+    TEXT: gl.constexpr = f"cvt.rn.{'f16' if FP16 else 'bf16'}x2.f32 $0, $1, $2;"
+    return gl.inline_asm_elementwise(TEXT, "=r,f,f", [high, low], gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -179,7 +171,7 @@ def _gradient(words, exponent, keep, sign):
     low, high = _numbers(words, False)
     low = exp2(low * LOG2E - exponent)
     high = exp2(high * LOG2E - exponent)
-    return (_rounded_pair(high, low) & keep) ^ sign
+    return (_rounded_pair(high, low, False) & keep) ^ sign
 
 
 @gluon.jit
@@ -189,7 +181,7 @@ def _softmax(words, maximum, log2_sum, FP16: gl.constexpr):
     low, high = _numbers(words, FP16)
     low = exp2((low - maximum) * LOG2E - log2_sum)
     high = exp2((high - maximum) * LOG2E - log2_sum)
-    return _rounded_half_pair(high, low) if FP16 else _rounded_pair(high, low)
+    return _rounded_pair(high, low, FP16)
 
 
 @gluon.jit

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from taut_kernels.loss.softmax_jit import log2_sum, running_start, running_step
+from taut_kernels.loss.softmax_jit import log2_sum, running_start, running_step, store_zeros
 
 
 @triton.jit
@@ -63,9 +63,7 @@ def divergence_kernel(
     if tl.load(keep_ptr + row) == 0:
         tl.store(loss_ptr + row, 0.0)
         if grad_ptr is not None:
-            zeros = tl.zeros((BLOCK,), dtype=grad_ptr.dtype.element_ty)
-            for start in tl.range(0, V, BLOCK):
-                tl.store(grad_row + start + offs, zeros, mask=start + offs < V)
+            store_zeros(grad_row, offs, V, BLOCK)
         return
 
     to_log2 = LOG2E / temperature

@@ -9,6 +9,8 @@ Source    ours; the check of 1 on the device spares the synchronisation a check 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -75,6 +77,29 @@ def scaled(gradients: list[Tensor | None], factor: Tensor) -> list[Tensor | None
         else:
             found.append(None if gradient is None else (gradient * factor).to(gradient.dtype))
     return found
+
+
+def of_projection(ctx: Any, grad_loss: Tensor | None, op: str) -> tuple[Tensor | None, ...]:
+    """Return the gradients of x, weight and bias of a loss over projections, and 11 None.
+
+    Args:
+        ctx: of the backward, with ``in_forward``: whether it saved gradients, or the operands of
+            the op's backward, whose last ones are its ``options``.
+        grad_loss: gradient of the loss.
+        op: its name in `torch.ops.taut`.
+    """
+    wants = list(ctx.needs_input_grad[:3])
+    if grad_loss is None or not any(wants):
+        return (None,) * 14
+    gradients = saved_once(ctx, op)
+    if not ctx.in_forward:
+        backward = getattr(torch.ops.taut, f"{op}_backward")
+        gradients = backward(grad_loss, *gradients, *ctx.options, wants)
+    chosen = zip(gradients, wants, strict=True)
+    found: list[Tensor | None] = [x if wanted else None for x, wanted in chosen]
+    if ctx.in_forward:
+        found = scaled(found, grad_loss)
+    return *found, *((None,) * 11)
 
 
 USED_UP = "ran its backward twice: the gradients of the forward pass are used up"

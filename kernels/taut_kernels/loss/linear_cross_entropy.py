@@ -176,21 +176,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _autograd(ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     refuse_double_backward("linear_cross_entropy")
-    wants = list(ctx.needs_input_grad[:3])
-    rest = (None,) * 11
-    if grad_loss is None or not any(wants):
-        return None, None, None, *rest
-    saved = gradient_scale.saved_once(ctx, "linear_cross_entropy")
-    found: list[Tensor | None]
-    if ctx.in_forward:
-        chosen = zip(saved, wants, strict=True)
-        found = gradient_scale.scaled([x if wanted else None for x, wanted in chosen], grad_loss)
-    else:
-        gradients = torch.ops.taut.linear_cross_entropy_backward(
-            grad_loss, *saved, *ctx.options, wants
-        )
-        found = [x if wanted else None for x, wanted in zip(gradients, wants, strict=True)]
-    return *found, *rest
+    return gradient_scale.of_projection(ctx, grad_loss, "linear_cross_entropy")
 
 
 torch.library.register_autograd(

@@ -162,19 +162,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _autograd(ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     refuse_double_backward("linear_divergence")
-    wants = list(ctx.needs_input_grad[:3])
-    rest = (None,) * 11
-    if grad_loss is None or not any(wants):
-        return None, None, None, *rest
-    gradients = gradient_scale.saved_once(ctx, "linear_divergence")
-    if not ctx.in_forward:
-        arguments = (grad_loss, *gradients, *ctx.options, wants)
-        gradients = torch.ops.taut.linear_divergence_backward(*arguments)
-    chosen = zip(gradients, wants, strict=True)
-    found: list[Tensor | None] = [x if wanted else None for x, wanted in chosen]
-    if ctx.in_forward:
-        found = gradient_scale.scaled(found, grad_loss)
-    return *found, *rest
+    return gradient_scale.of_projection(ctx, grad_loss, "linear_divergence")
 
 
 torch.library.register_autograd("taut::linear_divergence", _autograd, setup_context=_setup_context)

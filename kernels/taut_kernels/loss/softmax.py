@@ -25,21 +25,16 @@ from torch import Tensor
 from taut_kernels.launch import launcher as launching
 from taut_kernels.launch.op_registration import register_op
 from taut_kernels.loss import cross_entropy_ring
-from taut_kernels.loss.softmax_kernel import (
-    softmax_backward_kernel,
-    softmax_backward_long_kernel,
-    softmax_kernel,
-    softmax_long_kernel,
-)
+from taut_kernels.loss import softmax_kernel as kernels
 from taut_kernels.rowwise import training_tiles
 from taut_kernels.rowwise.tile_options import last_arguments, next_power_of_2
 from taut_kernels.rowwise.training_arguments import refuse_second_derivative, rows_of
 from taut_kernels.rowwise.training_tiles import TrainingTile
 
-_resident = launching.Launcher(softmax_kernel)
-_long = launching.Launcher(softmax_long_kernel)
-_backward_resident = launching.Launcher(softmax_backward_kernel)
-_backward_long = launching.Launcher(softmax_backward_long_kernel)
+_resident = launching.Launcher(kernels.softmax_kernel)
+_long = launching.Launcher(kernels.softmax_long_kernel)
+_backward_resident = launching.Launcher(kernels.softmax_backward_kernel)
+_backward_long = launching.Launcher(kernels.softmax_backward_long_kernel)
 
 
 def softmax_ref(x: Tensor) -> Tensor:

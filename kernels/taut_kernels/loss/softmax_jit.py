@@ -13,6 +13,14 @@ import triton.language as tl
 
 
 @triton.jit
+def store_zeros(grad_row, offs, V: tl.constexpr, BLOCK: tl.constexpr):
+    """Make the gradient of a row 0."""
+    zeros = tl.zeros((BLOCK,), dtype=grad_row.dtype.element_ty)
+    for start in tl.range(0, V, BLOCK):
+        tl.store(grad_row + start + offs, zeros, mask=start + offs < V)
+
+
+@triton.jit
 def capped(z, softcap, HAS_SOFTCAP: tl.constexpr):
     """Return softcap · tanh(z / softcap), or z; the exponential may overflow, which gives 1."""
     if HAS_SOFTCAP:

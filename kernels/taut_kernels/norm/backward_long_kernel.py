@@ -19,21 +19,10 @@ def _load(ptrs, mask):
 
 @triton.jit(do_not_specialize=["M"])
 def norm_dx_long_kernel(
-    x_ptr,  # [M, N], what was normalised; columns next to each other
-    dy_ptr,  # [M, N], columns next to each other
-    added_ptr,  # [M, N], added to dx: the gradient of x + residual; or None
-    weight_ptr,  # [N] or None
-    mean_ptr,  # [M] fp32, or None (RMSNorm)
-    rstd_ptr,  # [M] fp32
-    dx_ptr,  # [M, N], contiguous
-    M,
-    stride_xm,
-    stride_dm,
-    stride_am,
-    N: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """One row a program."""
+    x_ptr, dy_ptr, added_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, M, stride_xm, stride_dm,
+    stride_am, N: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Arguments as :func:`.norm_backward_kernel`; one row a program."""
     CENTRED: tl.constexpr = mean_ptr is not None
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK)

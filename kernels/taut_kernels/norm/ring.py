@@ -38,9 +38,7 @@ def why_not_supported(operands: Operands) -> str | None:
         bits |= tensor.stride(0) | tensor.data_ptr()
     if bits % launcher.ALIGNMENT:
         return "columns and strides must be multiples of 16, addresses 16-byte aligned"
-    if not launcher.is_hopper(x.device):
-        return "the ring needs the shared memory of compute capability 9.0"
-    return None
+    return launcher.why_no_ring(x.device)
 
 
 def choose(operands: Operands) -> NormRingTile | None:

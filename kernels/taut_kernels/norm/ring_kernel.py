@@ -84,15 +84,9 @@ def _add_chunk(
 
 @gluon.jit
 def _sums(
-    rings,
-    weights,
-    first,
-    mean,
-    THREADS: gl.constexpr,
-    CHUNKS: gl.constexpr,
-    HELD: gl.constexpr,
+    rings, weights, first, mean, THREADS: gl.constexpr, CHUNKS: gl.constexpr, HELD: gl.constexpr,
     L: gl.constexpr,
-):
+):  # fmt: skip
     """Return a row's Σ g and Σ g · (x − μ); the first is 0 without a mean."""
     g_sums = gl.full((THREADS, 8), 0.0, gl.float32, L)
     gx_sums = gl.full((THREADS, 8), 0.0, gl.float32, L)

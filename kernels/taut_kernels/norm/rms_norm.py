@@ -30,7 +30,7 @@ from taut_kernels.launch import early_start, launcher
 from taut_kernels.launch.op_registration import register_op
 from taut_kernels.norm import rms_norm_launch
 from taut_kernels.rowwise import row_quant
-from taut_kernels.rowwise.rows import as_rows, check_epsilon, check_scale
+from taut_kernels.rowwise.rows import as_rows, check_epsilon, check_parameter, check_scale
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_N = 262144
@@ -238,14 +238,7 @@ def _check(
     check_epsilon(epsilon)
     rows = as_rows("x", x, DTYPES, MAX_N)
     if weight is not None:
-        if tuple(weight.shape) != (x.shape[-1],):
-            raise ValueError(f"weight must have shape {(x.shape[-1],)}, got {tuple(weight.shape)}")
-        if weight.dtype not in (x.dtype, torch.float32):
-            raise ValueError(f"weight must be {x.dtype} or torch.float32, got {weight.dtype}")
-        if weight.device != x.device:
-            raise ValueError(f"weight must be on {x.device}, got {weight.device}")
-        if not weight.is_contiguous():
-            raise ValueError("weight must be contiguous")
+        check_parameter("weight", weight, x)
     if residual is None:
         return rows, None
     if residual.shape != x.shape or residual.dtype is not x.dtype or residual.device != x.device:

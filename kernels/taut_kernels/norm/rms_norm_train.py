@@ -29,10 +29,9 @@ from torch import Tensor
 
 from taut_kernels.launch.op_registration import register_op
 from taut_kernels.norm import train_launch as norm_launch
-from taut_kernels.rowwise.rows import check_epsilon
+from taut_kernels.rowwise.rows import check_epsilon, check_parameter
 from taut_kernels.rowwise.training_arguments import (
     check_like,
-    check_parameter,
     refuse_second_derivative,
     rows_of,
 )

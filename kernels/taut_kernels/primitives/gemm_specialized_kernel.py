@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from taut_kernels.primitives.gemm_tma_kernel import load_step, store_part
+from taut_kernels.primitives.gemm_tma_kernel import product_of_tile, store_part
 from taut_kernels.primitives.gemm_tuned_kernel import finish
 from taut_kernels.primitives.tile_order_jit import place
 
@@ -57,11 +57,9 @@ def gemm_specialized_kernel(
     for tile in tl.range(first, tiles_m * tiles_n, step, warp_specialize=True):
         pid_m, pid_n = place(tile, tiles_m, tiles_n, GROUP_M)
         first_m, first_n = pid_m * BLOCK_M, pid_n * BLOCK_N
-        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for k in range(tl.cdiv(K, BLOCK_K)):
-            a, b = load_step(
-                a_desc, b_desc, first_m, first_n, k * BLOCK_K, A_TRANSPOSED, B_TRANSPOSED
-            )
-            acc = tl.dot(a, b, acc)
+        acc = product_of_tile(
+            a_desc, b_desc, first_m, first_n, K, A_TRANSPOSED, B_TRANSPOSED, BLOCK_M, BLOCK_N,
+            BLOCK_K,
+        )  # fmt: skip
         c = finish(acc, bias_ptr, first_n, N, HAS_BIAS, ACTIVATION)
         store_part(c_desc, c_ptr, c, first_m, first_n, M, N, STORE_TMA)

@@ -19,24 +19,11 @@ from taut_kernels.primitives.tile_order_jit import place
 
 @triton.jit
 def gemm_tiled_kernel(
-    a_ptr,  # [M, K]
-    b_ptr,  # [K, N]
-    c_ptr,  # [M, N], contiguous
-    M,
-    N,
-    K,
-    stride_am,
-    stride_ak,
-    stride_bk,
-    stride_bn,
-    EVEN_M: tl.constexpr,  # M, N, K are multiples of the tile's sides
-    EVEN_N: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    a_ptr, b_ptr, c_ptr, M, N, K, stride_am, stride_ak, stride_bk, stride_bn,
+    EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Operands as of :func:`.gemm_direct_kernel`; EVEN: M, N, K are multiples of the tile's."""
     pid_m, pid_n = place(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
     offs_m = pid_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = pid_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -30,6 +30,19 @@ def load_step(
 
 
 @triton.jit
+def product_of_tile(
+    a_desc, b_desc, first_m, first_n, K, A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Return the sums of one tile over all of K, fp32."""
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for k in range(tl.cdiv(K, BLOCK_K)):
+        a, b = load_step(a_desc, b_desc, first_m, first_n, k * BLOCK_K, A_TRANSPOSED, B_TRANSPOSED)
+        acc = tl.dot(a, b, acc)
+    return acc
+
+
+@triton.jit
 def store_part(c_desc, c_ptr, part, first_m, first_n, M, N, STORE_TMA: tl.constexpr):
     """Store some columns of a tile; by pointers where rows of c are not multiples of 16 bytes."""
     if STORE_TMA:
@@ -70,12 +83,10 @@ def gemm_tma_kernel(
     for tile in tl.range(first, tiles_m * tiles_n, step, flatten=True):
         pid_m, pid_n = place(tile, tiles_m, tiles_n, GROUP_M)
         first_m, first_n = pid_m * BLOCK_M, pid_n * BLOCK_N
-        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for k in range(tl.cdiv(K, BLOCK_K)):
-            a, b = load_step(
-                a_desc, b_desc, first_m, first_n, k * BLOCK_K, A_TRANSPOSED, B_TRANSPOSED
-            )
-            acc = tl.dot(a, b, acc)
+        acc = product_of_tile(
+            a_desc, b_desc, first_m, first_n, K, A_TRANSPOSED, B_TRANSPOSED, BLOCK_M, BLOCK_N,
+            BLOCK_K,
+        )  # fmt: skip
         left, right = halves(acc, BLOCK_M, BLOCK_N)
         store_part(c_desc, c_ptr, left, first_m, first_n, M, N, STORE_TMA)
         store_part(c_desc, c_ptr, right, first_m, first_n + BLOCK_N // 2, M, N, STORE_TMA)

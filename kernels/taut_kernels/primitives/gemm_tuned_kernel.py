@@ -42,29 +42,11 @@ def finish(part, bias_ptr, first_n, N, HAS_BIAS: tl.constexpr, ACTIVATION: tl.co
 
 @triton.jit
 def _unit(
-    unit,
-    a_desc,
-    b_desc,
-    c_desc,
-    c_ptr,
-    bias_ptr,
-    M,
-    N,
-    K,
-    tiles_m,
-    tiles_n,
-    A_TRANSPOSED: tl.constexpr,
-    B_TRANSPOSED: tl.constexpr,
-    STORE_TMA: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-    PARTS: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    unit, a_desc, b_desc, c_desc, c_ptr, bias_ptr, M, N, K, tiles_m, tiles_n,
+    A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr, STORE_TMA: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, SPLIT_K: tl.constexpr, PARTS: tl.constexpr,
+    GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """Compute one tile, or one of its SPLIT_K shares of K, and store it."""
     pid_m, pid_n = place(unit // SPLIT_K, tiles_m, tiles_n, GROUP_M)
     first_m, first_n = pid_m * BLOCK_M, pid_n * BLOCK_N

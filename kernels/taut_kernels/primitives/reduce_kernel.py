@@ -33,23 +33,9 @@ def _join(acc, MAXIMUM: tl.constexpr):
 
 @triton.jit
 def _item(
-    item,
-    x_ptr,
-    y_ptr,
-    R,
-    inner,
-    share,
-    splits,
-    results,
-    stride_xo,
-    stride_xr,
-    stride_xi,
-    factor,
-    MAXIMUM: tl.constexpr,
-    STAGES: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-):
+    item, x_ptr, y_ptr, R, inner, share, splits, results, stride_xo, stride_xr, stride_xi, factor,
+    MAXIMUM: tl.constexpr, STAGES: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_I: tl.constexpr,
+):  # fmt: skip
     """Reduce one share of BLOCK_I results next to each other."""
     blocks = tl.cdiv(inner, BLOCK_I)
     block, rest = item % blocks, item // blocks

@@ -42,15 +42,9 @@ def rows_kernel(
 
 @triton.jit
 def coalesced_kernel(
-    x_ptr,  # [B, R, C]
-    y_ptr,  # [B, C, R], contiguous
-    R,
-    C,
-    stride_xb,
-    stride_xr,
-    stride_xc,
-    BLOCK: tl.constexpr,
-):
+    x_ptr, y_ptr, R, C, stride_xb, stride_xr, stride_xc, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Arguments as :func:`rows_kernel`; a program reads along a row."""
     r, batch = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
     offs_c = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offs_c < C
@@ -60,16 +54,10 @@ def coalesced_kernel(
 
 @triton.jit
 def tiled_kernel(
-    x_ptr,  # [B, R, C]
-    y_ptr,  # [B, C, R], contiguous
-    R,
-    C,
-    stride_xb,
-    stride_xr,
-    stride_xc,
-    BLOCK_R: tl.constexpr,
+    x_ptr, y_ptr, R, C, stride_xb, stride_xr, stride_xc, BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
-):
+):  # fmt: skip
+    """Arguments as :func:`rows_kernel`; a program turns a tile in shared memory."""
     batch, pid = tl.program_id(2).to(tl.int64), tl.program_id(0)
     blocks_c = tl.cdiv(C, BLOCK_C)
     offs_r = (pid // blocks_c).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)

@@ -13,10 +13,7 @@ from taut_kernels.rope.rope_kernel import load_angles, load_pairs, store_pairs
 
 @triton.jit(do_not_specialize=["T"])
 def rope_train_kernel(
-    q_ptr,  # [T, HQ, D], a head's columns next to each other
-    k_ptr,  # [T, HK, D] or None
-    cache_ptr,  # [P, 2 * HALF], contiguous
-    positions_ptr,  # [T] int64
+    q_ptr, k_ptr, cache_ptr, positions_ptr,
     new_q_ptr,  # [T, HQ, D], contiguous
     new_k_ptr,  # [T, HK, D], contiguous, or None
     T,
@@ -33,8 +30,11 @@ def rope_train_kernel(
     NEOX: tl.constexpr,
     INVERSE: tl.constexpr,
     HEADS: tl.constexpr,
-):
-    """One program turns HEADS heads, all of q or all of k, of one token."""
+):  # fmt: skip
+    """Operands as of :func:`.rope_kernel`.
+
+    One program turns HEADS heads, all of q or all of k, of one token.
+    """
     Q_BLOCKS: tl.constexpr = (HQ + HEADS - 1) // HEADS
     BLOCKS: tl.constexpr = Q_BLOCKS + (HK + HEADS - 1) // HEADS
     block = tl.program_id(0) % BLOCKS

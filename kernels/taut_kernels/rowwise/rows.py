@@ -66,3 +66,19 @@ def check_scale(scale: Tensor, x: Tensor) -> None:
         raise ValueError(f"scale must be one float32 element, got {shape} {scale.dtype}")
     if scale.device != x.device:
         raise ValueError(f"scale must be on {x.device}, got {scale.device}")
+
+
+def check_parameter(name: str, parameter: Tensor, x: Tensor) -> None:
+    """Hold a weight or bias to its contract: [N], dtype of ``x`` or fp32.
+
+    Raises:
+        ValueError: anything else; names the argument.
+    """
+    if tuple(parameter.shape) != (x.shape[-1],):
+        raise ValueError(f"{name} must have shape {(x.shape[-1],)}, got {tuple(parameter.shape)}")
+    if parameter.dtype not in (x.dtype, torch.float32):
+        raise ValueError(f"{name} must be {x.dtype} or torch.float32, got {parameter.dtype}")
+    if parameter.device != x.device:
+        raise ValueError(f"{name} must be on {x.device}, got {parameter.device}")
+    if not parameter.is_contiguous():
+        raise ValueError(f"{name} must be contiguous")

@@ -83,16 +83,9 @@ def warm_up_tokens(gpu: str | None, N: int, K: int, always: bool) -> tuple[int, 
 
 
 def why_not_at_all(gpu: str | None, N: int, K: int, mode: str) -> str | None:
-    """Say why a layer stays with vLLM at every number of tokens.
+    """Say why a layer stays with vLLM at every number of tokens, None where ours runs at some.
 
-    Args:
-        gpu: card name.
-        N: output features of the layer's shard.
-        K: input features of the layer's shard.
-        mode: value of ``TAUT_KERNELS``.
-
-    Returns:
-        A reason, or None where ours runs at some numbers of tokens.
+    Arguments as of :func:`.scaled_mm_op.why_not_at_all`.
     """
     reason = fp8.why_not_supported(K)
     if reason is None and N % 16:
@@ -107,11 +100,7 @@ def why_not_at_all(gpu: str | None, N: int, K: int, mode: str) -> str | None:
 def why_partly(gpu: str | None, N: int, K: int, mode: str) -> str | None:
     """Say at which numbers of tokens vLLM's kernel runs in a layer of ours; None for none.
 
-    Args:
-        gpu: card name.
-        N: output features of the layer's shard.
-        K: input features of the layer's shard.
-        mode: value of ``TAUT_KERNELS``.
+    Arguments as of :func:`why_not_at_all`.
     """
     if mode == "require":
         return None

@@ -130,13 +130,8 @@ def why_partly(
 ) -> str | None:
     """Say at which numbers of tokens CUTLASS runs in a layer of ours; None where it never does.
 
-    Args:
-        dtype: of the weights.
-        gpu: card name.
-        N: output features of the layer's shard.
-        K: input features of the layer's shard.
-        mode: value of ``TAUT_KERNELS``.
-        in_layer: as in :class:`Surroundings`; None for this process's.
+    Arguments as of :func:`why_not_at_all`, and ``in_layer`` as in :class:`Surroundings`; None for
+    this process's.
     """
     if mode == "require":
         return None

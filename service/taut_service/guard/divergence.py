@@ -9,7 +9,7 @@ inequality), so nothing is made up. Each place is clipped to a bound, a reading 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 LEAST_PROBABILITY = 1e-6
@@ -66,28 +66,30 @@ def read_distributions(answer: Any, prompt: int, total: int) -> list[Distributio
         entries = None
     if not isinstance(entries, list) or len(entries) != total:
         raise UnreadableError("the answer has no 'prompt_logprobs' with an entry for each token")
-    return [to_distribution(entry) for entry in entries[prompt:]]
+    return [_distribution(entry) for entry in entries[prompt:]]
 
 
-def to_distribution(entry: Any) -> Distribution:
-    """Return the distribution of one entry of ``prompt_logprobs``.
-
-    Raises:
-        UnreadableError: it is not what vLLM sends.
-        NotFiniteError: a log-probability is not a number.
-    """
+def _distribution(entry: Any) -> Distribution:
     try:
         found = {int(token): float(told["logprob"]) for token, told in entry.items()}
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise UnreadableError("an entry of 'prompt_logprobs' is not as vLLM writes it") from error
     if not found:
         raise UnreadableError("an entry of 'prompt_logprobs' is empty")
+    check_finite(found.values())
+    return found
+
+
+def check_finite(logs: Collection[float]) -> None:
+    """Insist on log-probabilities; there is at least one.
+
+    Raises:
+        NotFiniteError: one is not a number, or is above 0.
+    """
     # vLLM writes -inf, which JSON lacks, as a very negative number. One that is not finite makes
     # the sum so, too.
-    logs = found.values()
     if not math.isfinite(sum(logs)) or max(logs) > ROUNDING:
         raise NotFiniteError("a log-probability is NaN, infinite or above 0")
-    return found
 
 
 def diverge(
@@ -128,12 +130,13 @@ def joined(parts: Sequence[Divergence]) -> Divergence:
 def coarse_kl(p: Distribution, q: Distribution) -> float:
     """Return KL(p || q) in nats over the tokens that both told and the bucket of all others."""
     shared_p = shared_q = kl = 0.0
+    get, exp = q.get, math.exp
     for token, log_p in p.items():
-        log_q = q.get(token)
+        log_q = get(token)
         if log_q is not None:
-            probability = math.exp(log_p)
+            probability = exp(log_p)
             shared_p += probability
-            shared_q += math.exp(log_q)
+            shared_q += exp(log_q)
             kl += probability * (log_p - log_q)
     rest_p = max(LEAST_PROBABILITY, 1.0 - shared_p)
     rest_q = max(LEAST_PROBABILITY, 1.0 - shared_q)

@@ -18,6 +18,7 @@ _BYTES_A_LOGPROB = 160
 """Of JSON: ``"128009":{"logprob":-12.345678901234567,"rank":5,"decoded_token":"…"}``."""
 _ROOM = 256 * 1024
 _TOO_BUSY = (429, 503)
+_INT = frozenset({int})
 
 
 class BusyError(Exception):
@@ -53,7 +54,7 @@ class Reader:
         """
         answer = await self.ask("/tokenize", fields)
         tokens = answer.get("tokens") if isinstance(answer, dict) else None
-        if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
+        if not isinstance(tokens, list) or not _INT.issuperset(map(type, tokens)):
             raise ReadError("/tokenize answered without 'tokens'")
         return tokens
 

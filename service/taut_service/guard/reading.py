@@ -19,10 +19,10 @@ from pydantic_core import from_json
 from taut_service.guard.divergence import (
     Distribution,
     Divergence,
+    check_finite,
     diverge,
     joined,
     read_distributions,
-    to_distribution,
 )
 
 PLACES = 64
@@ -63,11 +63,11 @@ async def distributions_of(data: bytes, prompt: int, total: int) -> list[Distrib
     """
     found: list[Distribution] = []
     for piece in _pieces(data, prompt, total):
-        entries = _entries(piece)
-        if entries is None:
+        distributions = _read(piece)
+        if distributions is None:
             found.clear()
             break
-        found += map(to_distribution, entries)
+        found += distributions
         await asyncio.sleep(0)
     if len(found) == total - prompt:
         return found
@@ -86,12 +86,19 @@ def _pieces(data: bytes, prompt: int, total: int) -> list[bytes]:
     return [b'[{"' + _NEXT.join(cut[at : at + PLACES]) + _END for at in bounds] if end else []
 
 
-def _entries(piece: bytes) -> list[Any] | None:
+def _read(piece: bytes) -> list[Distribution] | None:
+    """Return the distributions of a piece, None where it is not as vLLM writes it."""
     try:
-        entries = from_json(piece)
-    except ValueError:
+        found = [
+            {int(token): float(told["logprob"]) for token, told in entry.items()}
+            for entry in from_json(piece)
+        ]
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
         return None
-    return entries if isinstance(entries, list) else None
+    if not all(found):
+        return None
+    check_finite([log for distribution in found for log in distribution.values()])
+    return found
 
 
 async def diverge_in_turns(

@@ -269,10 +269,8 @@ class Connection(asyncio.Protocol):
     def _hand_over(self, take: Callable[[bytes], bool]) -> None:
         pieces = self._pieces
         if pieces:
-            data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-            pieces.clear()
-            self._buffered = 0
-            if not take(data):
+            self._pieces, self._buffered = [], 0
+            if not take(pieces[0] if len(pieces) == 1 else b"".join(pieces)):
                 self._take = None
 
     def _within_bounds(self, body: int, pieces: int) -> bool:

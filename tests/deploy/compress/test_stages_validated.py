@@ -27,6 +27,10 @@ RECIPES = {
     "rotated": lambda text: (
         recipe_data(text) | {"stages": [{"method": "rotate"}, *recipe_data(text)["stages"]]}
     ),
+    "quanto": lambda text: recipe_data(text) | {"stages": [{"method": "quanto"}]},
+    "embeddings and head": lambda text: (
+        recipe_data(text) | {"embeddings": {"bits": 8}, "head": {"bits": 4, "group_size": 32}}
+    ),
 }
 
 

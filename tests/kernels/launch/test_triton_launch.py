@@ -156,7 +156,7 @@ def test_the_installed_tritons_launcher_is_left_out(monkeypatch: pytest.MonkeyPa
 @pytest.mark.gpu
 def test_gpu_a_compiled_kernel_is_launched_without_its_launcher() -> None:
     x, residual = (torch.randn(3, 4096, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    launcher, device = rms_norm_launch._resident, torch.cuda.current_device()
+    launcher, device = rms_norm_launch._LAUNCHERS[0], torch.cuda.current_device()
     expected = [rms_norm.rms_norm(x, epsilon=1e-5, residual=residual.clone()) for _ in range(2)]
     assert torch.equal(*expected)
     forms = [form for (at, _), form in launcher._forms.items() if at == device]

@@ -56,13 +56,13 @@ async def test_pieces_give_what_the_whole_document_holds(
 
 async def test_only_the_places_of_the_answer_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     parsed: list[int] = []
+    read = reading._read
 
-    def from_json(piece: bytes) -> Any:
-        found = json.loads(piece)
-        parsed.append(len(found))
-        return found
+    def noted(piece: bytes) -> Any:
+        parsed.append(len(json.loads(piece)))
+        return read(piece)
 
-    monkeypatch.setattr(reading, "from_json", from_json)
+    monkeypatch.setattr(reading, "_read", noted)
     data = document([entry(-1.0)] * 2000)
     assert len(await distributions_of(data, 1901, 2001)) == 100
     assert parsed == [PLACES, 100 - PLACES]

@@ -76,7 +76,7 @@ async def test_a_rollout_by_commands(
         (["--admin-url", "http://127.0.0.1:1"], "no admin API answers there: "),
         (["--api-key-file", "/nowhere"], "--api-key-file /nowhere: No such file"),
         (["--api-key-file", sys.executable], "not a text file"),
-        (["--api-key-file", __file__], "holds no key: one line without spaces"),
+        (["--api-key-file", __file__], "expected one key, a line of printable ASCII"),
     ],
 )
 def test_mistakes_are_one_line(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import sys
@@ -9,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mock_engine import Faults, MockEngine
 
 from taut_deploy.bench import rollout_fleet as fleet
 from taut_deploy.bench import rollout_report
 from taut_deploy.bench.rollout import Plan, rehearse
-from taut_deploy.bench.rollout_traffic import Load, read_prompts
+from taut_deploy.bench.rollout_traffic import Load, Traffic, read_prompts
 from taut_deploy.errors import WorkerError
 from taut_deploy.ports import free_port
 from taut_deploy.serve.process import ChildSpec
@@ -115,3 +117,16 @@ async def test_settings_that_the_gateway_refuses_are_said_in_its_words(tmp_path:
     members = mocks(tmp_path, baseline=0.0, candidate=0.0, harmed=0.0)
     with pytest.raises(WorkerError, match="the last of 'steps' must be 100"):
         await rehearse(plan_for(tmp_path, 5, steps=[0, 50]), members, print)
+
+
+async def test_what_fails_is_counted_by_its_kind() -> None:
+    load = Load(["one"], 1, 12)
+    gone = Traffic(f"http://127.0.0.1:{free_port()}", "m", load)
+    async with gone.running():
+        await asyncio.sleep(0.35)
+    assert set(gone.failures) == {"ConnectError"} and 2 <= gone.failures["ConnectError"] <= 5
+    async with MockEngine(Faults(status=503)) as engine:
+        refusing = Traffic(engine.url, "m", load)
+        async with refusing.running():
+            await asyncio.sleep(0.25)
+    assert set(refusing.failures) == {"503"} and not refusing.answered

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from taut_kernels.attention.prefill.hopper_step_jit import hide, soften, step, store
-from taut_kernels.attention.prefill.tile_jit import clear_rows, query_tile
+from taut_kernels.attention.prefill.tile_jit import SIZES, clear_rows, query_tile
 from taut_kernels.hopper.barriers import barriers
 from taut_kernels.hopper.tma import load_block
 
@@ -148,11 +148,7 @@ def _ask(
             at += 1
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "length_q", "length_k", "heads", "blocks", "sequences", "turns", "stride_lb", "stride_lh",
-    ]
-)  # fmt: skip
+@gluon.jit(do_not_specialize=SIZES)
 def attention_hopper_kernel(
     o_ptr,  # as q, contiguous
     lse_ptr,  # [B, Hq, Tq] or [Hq, Σ Tq] fp32

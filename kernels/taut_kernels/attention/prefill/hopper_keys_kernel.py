@@ -16,7 +16,9 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from taut_kernels.attention.prefill.tile_jit import (
+    SIZES,
     clear_rows,
+    place_of,
     row_values,
     sequence_bounds,
     store_rows,
@@ -32,13 +34,8 @@ def _key_tile(turn, sizes, cu, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr):
     Returns batch, key head, first key, start and count of queries, start and count of keys, the
     first query that sees a key, and how many blocks of queries from there (0: none, or no tile).
     """
-    length_q, length_k, heads_k, blocks, sequences = sizes
-    program, programs = gl.program_id(0), gl.num_programs(0)
-    place = turn * programs + gl.where(turn % 2 == 0, program, programs - 1 - program)
-    inside = place < heads_k * blocks * sequences
-    place = gl.minimum(place, heads_k * blocks * sequences - 1)
-    head = place % heads_k
-    batch = (place // heads_k) % sequences
+    length_q, length_k, heads_k, _blocks, sequences = sizes
+    place, head, batch, inside = place_of(turn, sizes)
     # The first keys are seen by the most queries.
     first_n = place // (heads_k * sequences) * 128
     start_q, count_q = sequence_bounds(cu[0], length_q, batch)
@@ -173,11 +170,7 @@ def _ask(
                 at += 1
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "length_q", "length_k", "heads", "blocks", "sequences", "turns", "stride_lb", "stride_lh",
-    ]
-)  # fmt: skip
+@gluon.jit(do_not_specialize=SIZES)
 def key_gradients_hopper_kernel(
     dk_ptr,  # as k, contiguous; written
     dv_ptr,

@@ -14,7 +14,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from taut_kernels.attention.prefill.tile_jit import clear_rows, query_tile, row_values, store_rows
+from taut_kernels.attention.prefill.tile_jit import (
+    SIZES,
+    clear_rows,
+    query_tile,
+    row_values,
+    store_rows,
+)
 from taut_kernels.hopper.barriers import barriers
 from taut_kernels.hopper.tma import load_block
 
@@ -181,11 +187,7 @@ def _ask(
             at += 1
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "length_q", "length_k", "heads", "blocks", "sequences", "turns", "stride_lb", "stride_lh",
-    ]
-)  # fmt: skip
+@gluon.jit(do_not_specialize=SIZES)
 def query_gradients_hopper_kernel(
     dq_ptr,  # as q, contiguous; written
     lse_ptr,  # [B, Hq, Tq] or [Hq, Σ Tq] fp32

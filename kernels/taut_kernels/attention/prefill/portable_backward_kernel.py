@@ -83,15 +83,9 @@ def block_and_head(HEADS_FIRST: tl.constexpr):
 
 @triton.jit
 def query_range(
-    lowest,
-    highest,
-    shift,
-    count_q,
-    window,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
+    lowest, highest, shift, count_q, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr,
-):
+):  # fmt: skip
     """Return (first, blocks) of the queries that see any of the keys lowest..highest."""
     first = 0
     last = count_q
@@ -198,28 +192,10 @@ def key_gradients_kernel(
 
 @triton.jit
 def add_key_gradients(
-    dq,
-    q,
-    do,
-    lse,
-    delta,
-    k_ptr,
-    v_ptr,
-    first,
-    last,
-    position,
-    count_k,
-    window,
-    scale_log2,
-    stride_kt,
-    stride_vt,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+    dq, q, do, lse, delta, k_ptr, v_ptr, first, last, position, count_k, window, scale_log2,
+    stride_kt, stride_vt, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     """Add what the keys first..last, a multiple of BLOCK_N, give the queries."""
     offs_d = tl.arange(0, BLOCK_D)
     for step in tl.range(first, last, BLOCK_N):

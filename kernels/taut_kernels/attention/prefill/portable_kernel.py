@@ -23,15 +23,9 @@ def sequence_bounds(cu_ptr, length, batch):
 
 @triton.jit
 def load_rows(
-    rows_ptr,
-    offs_t,
-    offs_d,
-    stride_t,
-    count,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    rows_ptr, offs_t, offs_d, stride_t, count, D: tl.constexpr, BLOCK_D: tl.constexpr,
     MASKED: tl.constexpr,
-):
+):  # fmt: skip
     """Load [BLOCK, BLOCK_D] of tokens ``offs_t``; 0 beyond ``count`` (if MASKED) and D."""
     pointers = rows_ptr + offs_t.to(tl.int64)[:, None] * stride_t + offs_d[None, :]
     if MASKED:
@@ -60,14 +54,9 @@ def visible(position, key, count_k, window, CAUSAL: tl.constexpr, WINDOW: tl.con
 
 @triton.jit
 def key_range(
-    lowest,
-    highest,
-    count_k,
-    window,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
+    lowest, highest, count_k, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_N: tl.constexpr,
-):
+):  # fmt: skip
     """Return first, masked, last: the keys that places lowest..highest see, in blocks of BLOCK_N.
 
     Every place sees all keys of the blocks first..masked.
@@ -89,27 +78,10 @@ def key_range(
 
 @triton.jit
 def add_keys(
-    acc,
-    row_max,
-    row_sum,
-    q,
-    k_ptr,
-    v_ptr,
-    first,
-    last,
-    position,
-    count_k,
-    window,
-    scale_log2,
-    stride_kt,
-    stride_vt,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+    acc, row_max, row_sum, q, k_ptr, v_ptr, first, last, position, count_k, window, scale_log2,
+    stride_kt, stride_vt, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     """Take the keys first..last, a multiple of BLOCK_N, into the running softmax."""
     offs_d = tl.arange(0, BLOCK_D)
     for step in tl.range(first, last, BLOCK_N):

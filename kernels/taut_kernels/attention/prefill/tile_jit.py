@@ -26,6 +26,25 @@ def sequence_bounds(cu_ptr, length, batch):
     return start, count
 
 
+SIZES = ["length_q", "length_k", "heads", "blocks", "sequences", "turns", "stride_lb", "stride_lh"]
+"""Arguments of the kernels that no form of them is specialised for."""
+
+
+@gluon.jit
+def place_of(turn, sizes):
+    """Return a program's ``turn``-th place, its head and batch, and whether there is such a place.
+
+    Programs go there and back again, so that all have as much to do; neighbours are heads of the
+    same keys and values.
+    """
+    _length_q, _length_k, heads, blocks, sequences = sizes
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    place = turn * programs + gl.where(turn % 2 == 0, program, programs - 1 - program)
+    inside = place < heads * blocks * sequences
+    place = gl.minimum(place, heads * blocks * sequences - 1)
+    return place, place % heads, (place // heads) % sequences, inside
+
+
 @gluon.jit
 def query_tile(turn, sizes, cu, CAUSAL: gl.constexpr, BLOCK_N: gl.constexpr):
     """Return a program's ``turn``-th tile.
@@ -34,13 +53,7 @@ def query_tile(turn, sizes, cu, CAUSAL: gl.constexpr, BLOCK_N: gl.constexpr):
     blocks of keys: how many (0: none, or no tile) and how many of them every query sees whole.
     """
     length_q, length_k, heads, blocks, sequences = sizes
-    program, programs = gl.program_id(0), gl.num_programs(0)
-    place = turn * programs + gl.where(turn % 2 == 0, program, programs - 1 - program)
-    inside = place < heads * blocks * sequences
-    place = gl.minimum(place, heads * blocks * sequences - 1)
-    # Neighbours are heads of the same keys and values.
-    head = place % heads
-    batch = (place // heads) % sequences
+    place, head, batch, inside = place_of(turn, sizes)
     first_m = (blocks - 1 - place // (heads * sequences)) * 128
     start_q, count_q = sequence_bounds(cu[0], length_q, batch)
     start_k, count_k = sequence_bounds(cu[1], length_k, batch)

@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from taut_kernels.gemm.scaled_mm.parts_jit import add_parts
+from taut_kernels.gemm.scaled_mm.store_jit import scaled
 from taut_kernels.hopper.barriers import barrier_pairs
 from taut_kernels.hopper.schedule import first_token as first_of_part
 from taut_kernels.hopper.tma import load_block, seen_as
@@ -111,26 +112,6 @@ def vectors(
 
 
 @gluon.jit
-def _tokens(vector, SUMS: gl.constexpr):
-    return gl.expand_dims(gl.convert_layout(vector, gl.SliceLayout(0, SUMS)), 0)
-
-
-@gluon.jit
-def scaled(acc, pointers, found, SUMS: gl.constexpr):
-    """Apply zero points, both scales and the bias to sums; the result is fp32."""
-    x_scale, w_scale, azp_adj, azp, bias = found
-    if pointers[2] is not None:
-        adjustment = gl.expand_dims(azp_adj, 1)
-        if pointers[3] is not None:
-            adjustment = adjustment * _tokens(azp, SUMS)
-        acc = acc - adjustment
-    result = acc.to(gl.float32) * gl.expand_dims(w_scale, 1) * _tokens(x_scale, SUMS)
-    if pointers[4] is not None:
-        result += gl.expand_dims(bias.to(gl.float32), 1)
-    return result
-
-
-@gluon.jit
 def store_tokens(y_ptr, values, M, N, first_row, first_token, BOX: gl.constexpr):
     """Store [features, tokens] as [tokens, features]: lanes run along the features.
 
@@ -174,7 +155,7 @@ def _multiply(
             (M - first_token + 31) // 32 * 32, SPLIT_K, SUMS,
         )  # fmt: skip
     if finished:
-        values = scaled(acc, pointers, found, SUMS)
+        values = scaled(acc, pointers, found, SUMS, 1)
         store_tokens(pointers[5], values, M, N, first_row, first_token, 32)
 
 

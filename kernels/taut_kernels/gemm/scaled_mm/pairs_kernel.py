@@ -16,8 +16,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from taut_kernels.gemm.scaled_mm.few_kernel import scaled, store_tokens, token_of_column, vectors
+from taut_kernels.gemm.scaled_mm.few_kernel import store_tokens, token_of_column, vectors
 from taut_kernels.gemm.scaled_mm.parts_jit import add_parts
+from taut_kernels.gemm.scaled_mm.store_jit import scaled
 from taut_kernels.hopper.barriers import barrier
 from taut_kernels.hopper.copies import copy
 from taut_kernels.hopper.early_start import early_start
@@ -161,22 +162,9 @@ def _sums(
 @gluon.jit(do_not_specialize=["M", "stride_xs", "stride_ws"])
 def scaled_mm_pairs_kernel(
     x_ptr,  # [M, K] int8 or e4m3, stride_xk = 1
-    w_ptr,  # [N, K] as x, stride_wk = 1
-    x_scale_ptr,  # [M] or [1] fp32
-    w_scale_ptr,  # [N] or [1] fp32
-    azp_adj_ptr,  # [N] int32 or None
-    azp_ptr,  # [M] int32 or None
-    bias_ptr,  # [N] or None
-    y_ptr,  # [M, N], contiguous
-    partial_ptr,  # [token tiles, feature tiles, SPLIT_K, 64 * COLS] int32 or fp32
-    arrivals_ptr,  # [token tiles * feature tiles] int32, 0 before and after; both None unsplit
-    M,
-    stride_xs,  # 1, or 0 for one scale
-    stride_ws,
-    N,
-    K,
-    stride_xm,
-    stride_wn,
+    w_ptr,  # [N, K] as x, stride_wk = 1; the next ones as of `scaled_mm_few_kernel`
+    x_scale_ptr, w_scale_ptr, azp_adj_ptr, azp_ptr, bias_ptr, y_ptr, partial_ptr, arrivals_ptr,
+    M, stride_xs, stride_ws, N, K, stride_xm, stride_wn,
     ROWS: gl.constexpr,  # features of a tile, 64, or unsplit 128 or 256
     COLS: gl.constexpr,  # tokens of a tile, 16, 32 or 64
     SPLIT_K: gl.constexpr,
@@ -184,7 +172,7 @@ def scaled_mm_pairs_kernel(
     EVEN_K: gl.constexpr,  # K is a multiple of 256
     EARLY: gl.constexpr,  # programmatic dependent launch
     PREFETCH: gl.constexpr,  # with EARLY: lines of each row asked for before the inputs are there
-):
+):  # fmt: skip
     BOX: gl.constexpr = 16
     ELEMENT: gl.constexpr = w_ptr.dtype.element_ty
     ACC: gl.constexpr = gl.int32 if w_ptr.dtype.element_ty == gl.int8 else gl.float32
@@ -204,5 +192,5 @@ def scaled_mm_pairs_kernel(
     acc = _sums(rings, blocks, first, own, K, STAGES, EVEN_K, ACC, SUMS)
     acc, finished = sum_of_parts(acc, partial_ptr, arrivals_ptr, M, first_token, BOX, SPLIT_K, SUMS)
     if finished:
-        values = scaled(acc, pointers, found, SUMS)
+        values = scaled(acc, pointers, found, SUMS, 1)
         store_tokens(y_ptr, values, M, N, first_row, first_token, BOX)

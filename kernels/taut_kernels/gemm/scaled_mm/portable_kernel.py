@@ -20,15 +20,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def start_early(
-    w_ptr,
-    rows,
-    stride_wn,
-    split,
-    K,
-    PREFETCH: tl.constexpr,
-    SPLIT_K: tl.constexpr,
+    w_ptr, rows, stride_wn, split, K, PREFETCH: tl.constexpr, SPLIT_K: tl.constexpr,
     BLOCK_K: tl.constexpr,
-):
+):  # fmt: skip
     """Bring the first PREFETCH lines of 128 bytes of each row into L2, then wait for the inputs."""
     if PREFETCH:
         LINES: tl.constexpr = BLOCK_K // 128
@@ -82,15 +76,9 @@ def scaled(
 
 @triton.jit
 def sum_of_splits(
-    acc,
-    partial_ptr,
-    arrivals_ptr,
-    program,
-    split,
-    SPLIT_K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    acc, partial_ptr, arrivals_ptr, program, split, SPLIT_K: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-):
+):  # fmt: skip
     """Leave this program's part in memory; return (all parts' sum, True) in the last to arrive."""
     place = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
     first = partial_ptr + program.to(tl.int64) * (SPLIT_K * BLOCK_N * BLOCK_M)

@@ -43,22 +43,31 @@ def vectors(
 
 
 @gluon.jit
-def _columns(vector, SUMS: gl.constexpr):
-    return gl.expand_dims(gl.convert_layout(vector, gl.SliceLayout(0, SUMS)), 0)
+def _spread(vector, SUMS: gl.constexpr, AXIS: gl.constexpr):
+    """Spread one value a row (AXIS 0) or a column over sums; columns' lie a value a thread."""
+    if AXIS == 0:
+        found = gl.expand_dims(vector, 1)
+    else:
+        found = gl.expand_dims(gl.convert_layout(vector, gl.SliceLayout(0, SUMS)), 0)
+    return found
 
 
 @gluon.jit
-def scaled(acc, pointers, found, SUMS: gl.constexpr):
-    """Apply zero points, both scales and the bias to sums; the result is fp32."""
+def scaled(acc, pointers, found, SUMS: gl.constexpr, TOKENS: gl.constexpr = 0):
+    """Apply zero points, both scales and the bias to sums; the result is fp32.
+
+    TOKENS is the axis of tokens, the other one that of features.
+    """
     x_scale, w_scale, azp_adj, azp, bias = found
+    FEATURES: gl.constexpr = 1 - TOKENS
     if pointers[2] is not None:
-        adjustment = _columns(azp_adj, SUMS)
+        adjustment = _spread(azp_adj, SUMS, FEATURES)
         if pointers[3] is not None:
-            adjustment = adjustment * gl.expand_dims(azp, 1)
+            adjustment = adjustment * _spread(azp, SUMS, TOKENS)
         acc = acc - adjustment
-    result = acc.to(gl.float32) * _columns(w_scale, SUMS) * gl.expand_dims(x_scale, 1)
+    result = acc.to(gl.float32) * _spread(w_scale, SUMS, FEATURES) * _spread(x_scale, SUMS, TOKENS)
     if pointers[4] is not None:
-        result += _columns(bias.to(gl.float32), SUMS)
+        result += _spread(bias.to(gl.float32), SUMS, FEATURES)
     return result
 
 
@@ -69,7 +78,7 @@ def with_bias(sums, bias_ptr, first_n, N, COLUMNS: gl.constexpr, SUMS: gl.conste
     if bias_ptr is not None:
         offs_n = first_n + gl.arange(0, COLUMNS, LINE)
         bias = gl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0).to(gl.float32)
-        sums += _columns(bias, SUMS)
+        sums += _spread(bias, SUMS, 1)
     return sums
 
 

@@ -43,20 +43,10 @@ def _store_rows(
 
 @triton.jit
 def _reduce_and_store(
-    totals,
-    y_ptr,
-    bias_ptr,
-    partial_ptr,
-    arrivals_ptr,
-    M,
-    N,
-    HAS_BIAS: tl.constexpr,
-    TOKEN_TILES: tl.constexpr,
-    ROW_TILES: tl.constexpr,
-    ROW_WARPS: tl.constexpr,
-    K_WARPS: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-):
+    totals, y_ptr, bias_ptr, partial_ptr, arrivals_ptr, M, N, HAS_BIAS: tl.constexpr,
+    TOKEN_TILES: tl.constexpr, ROW_TILES: tl.constexpr, ROW_WARPS: tl.constexpr,
+    K_WARPS: tl.constexpr, SPLIT_K: tl.constexpr,
+):  # fmt: skip
     """Add the K-warps' totals, then the splits' in the program that arrives last, and store."""
     pid, split = tl.program_id(0), tl.program_id(1)
     # ROW_WARPS · 128 elements are left, four a lane as before.

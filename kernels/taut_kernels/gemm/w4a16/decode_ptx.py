@@ -33,6 +33,24 @@ def shifted(operand: int, nibbles: int) -> list[str]:
 
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]
+def scaled_pair(element: str, row: int, result: str) -> list[str]:
+    """Write ``result = (value + offset) * scale`` of the two nibbles that ``shifted`` holds.
+
+    Args:
+        element: ``bf16`` or ``f16``.
+        row: which registers ``offset`` and ``scale`` it takes, 0 or 1.
+        result: register, holds two numbers.
+    """
+    return [
+        # 0xEA is (source & mask) | magic.
+        f"lop3.b32 value, shifted, 0x000f000f, {MAGIC[element]:#x}, 0xEA;",
+        f"fma.rn.{element}x2 value, value, one, offset{row};",
+        # Adding -0 keeps the product as it is; sm_80 has no mul.bf16x2.
+        f"fma.rn.{element}x2 {result}, value, scale{row}, nothing;",
+    ]
+
+
+@triton.constexpr_function  # type: ignore[untyped-decorator]
 def both_rows(name: str, pair: str) -> list[str]:
     """Write what brings each half of a register twice into a register of its own."""
     return [f"prmt.b32 {name}0, {pair}, 0, 0x1010;", f"prmt.b32 {name}1, {pair}, 0, 0x3232;"]

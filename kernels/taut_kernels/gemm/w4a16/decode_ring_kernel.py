@@ -81,15 +81,10 @@ def _scale_channels(totals, words, TOKEN_TILES: gl.constexpr, ELEMENT: gl.conste
 
 @gluon.jit
 def _allocate(
-    STAGES: gl.constexpr,
-    WARP_TILES: gl.constexpr,
-    FRAGMENTS: gl.constexpr,
-    WARP_SCALES: gl.constexpr,
-    WARP_ZEROS: gl.constexpr,
-    ROW_WARPS: gl.constexpr,
-    HAS_GROUPS: gl.constexpr,
-    HAS_ZEROS: gl.constexpr,
-):
+    STAGES: gl.constexpr, WARP_TILES: gl.constexpr, FRAGMENTS: gl.constexpr,
+    WARP_SCALES: gl.constexpr, WARP_ZEROS: gl.constexpr, ROW_WARPS: gl.constexpr,
+    HAS_GROUPS: gl.constexpr, HAS_ZEROS: gl.constexpr,
+):  # fmt: skip
     """Allocate the rings of weights, scales, zero points and activations, twice each.
 
     Stages of even and of odd steps lie in allocations of their own: a step reads the one and fills

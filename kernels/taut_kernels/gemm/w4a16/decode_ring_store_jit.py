@@ -37,20 +37,10 @@ def _store_rows(
 
 @gluon.jit
 def reduce_and_store(
-    totals,
-    y_ptr,
-    bias_ptr,
-    partial_ptr,
-    arrivals_ptr,
-    M,
-    N,
-    HAS_BIAS: gl.constexpr,
-    TOKEN_TILES: gl.constexpr,
-    ROW_TILES: gl.constexpr,
-    ROW_WARPS: gl.constexpr,
-    SPLIT_K: gl.constexpr,
-    L: gl.constexpr,
-):
+    totals, y_ptr, bias_ptr, partial_ptr, arrivals_ptr, M, N, HAS_BIAS: gl.constexpr,
+    TOKEN_TILES: gl.constexpr, ROW_TILES: gl.constexpr, ROW_WARPS: gl.constexpr,
+    SPLIT_K: gl.constexpr, L: gl.constexpr,
+):  # fmt: skip
     """Add the splits' totals in the program that arrives last, and store."""
     ROWS: gl.constexpr = gl.SliceLayout(1, L)
     pid, split = gl.program_id(0), gl.program_id(1)

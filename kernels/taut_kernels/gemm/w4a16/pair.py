@@ -49,15 +49,7 @@ class _HeadAndTail:
 
 
 def plan(tile: WavesTile, call: Call) -> _HeadAndTail:
-    """Prepare a call.
-
-    Args:
-        tile: how to cut the work.
-        call: what to prepare for.
-
-    Raises:
-        ValueError: as the products of the tiles.
-    """
+    """Prepare a call; arguments as of :func:`.portable.plan`, errors as of the tiles' products."""
     rows = tile.head_rows(call.M, call.N)
     head = w4a16_wgmma_tma.product(tile.head, call, rows)
     rest = call.N - rows

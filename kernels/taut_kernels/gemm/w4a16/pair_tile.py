@@ -56,15 +56,7 @@ class WavesTile:
         return rows
 
     def why_not(self, N: int, M: int) -> str | None:
-        """Say why the kernels would refuse a layer at some number of tokens.
-
-        Args:
-            N: output features.
-            M: most tokens.
-
-        Returns:
-            A reason, or None where they take the layer.
-        """
+        """As :meth:`.WgmmaRingTile.why_not`, at any number of tokens up to M."""
         block = min(self.head.block_m, self.tail.block_m)
         for tokens in range(block, M + block, block):
             rows = self.head_rows(tokens, N)

@@ -267,22 +267,9 @@ def _side_by_side(parts, ROWS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M"])
 def w4a16_wgmma_kernel(
-    x_ptr,  # [M, K], rows 16-byte aligned, stride_xk = 1; in fragment order if REORDERED
-    qweight_ptr,  # [N/16, K/64, 32, 4] int32
-    scales_ptr,  # [N/16, quads, 8, 4, 2], read as words of two
-    zeros_ptr,  # [N/16, quads, 8] int32; unused without HAS_ZEROS
-    bias_ptr,  # [N]; unused without HAS_BIAS
-    y_ptr,  # [M, N], contiguous
-    partial_ptr,  # [tiles of y, SPLIT_K, rows, BLOCK_M] fp32
-    arrivals_ptr,  # [tiles of y or more] int32, 0 before and after; both unused with SPLIT_K = 1
-    M,
-    N,
-    stride_xm,
-    K: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,  # 32, 64, 128, or 0 for one group a channel
-    HAS_ZEROS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    ELEMENT: tl.constexpr,  # "bf16" or "f16"
+    x_ptr, qweight_ptr, scales_ptr, zeros_ptr, bias_ptr, y_ptr, partial_ptr, arrivals_ptr,
+    M, N, stride_xm, K: tl.constexpr, GROUP_SIZE: tl.constexpr, HAS_ZEROS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ELEMENT: tl.constexpr,
     BLOCK_M: tl.constexpr,  # tokens a program
     REPS: tl.constexpr,  # 16-row tiles a warp
     CHUNKS_PER_STEP: tl.constexpr,  # 1 or 2 chunks of 64 K indices
@@ -293,7 +280,11 @@ def w4a16_wgmma_kernel(
     PDL: tl.constexpr,  # start before the kernel in front has ended (sm_90)
     WARPS: tl.constexpr,
     STAGES: tl.constexpr,
-):
+):  # fmt: skip
+    """Operands as of :func:`.ring_kernel.w4a16_wgmma_ring_kernel`.
+
+    But x is in fragment order if REORDERED, and partial is [tiles of y, SPLIT_K, rows, BLOCK_M].
+    """
     CHUNKS: tl.constexpr = K // 64
     QUADS: tl.constexpr = (K // GROUP_SIZE + 3) // 4 if GROUP_SIZE else 1
     TILES: tl.constexpr = REPS * WARPS

@@ -15,10 +15,10 @@ from __future__ import annotations
 import triton
 
 from taut_kernels.gemm.w4a16.decode_ptx import (
-    MAGIC,
     MINUS_MIDDLE,
     ONE,
     both_rows,
+    scaled_pair,
     shifted,
     unpack_zeros,
 )
@@ -59,13 +59,7 @@ def convert_ptx(element: str, has_zeros: bool, same_group: bool) -> str:
                 j, row = register // 2, register % 2
                 text += shifted(words + step % 2 * 2 + j, 2 * half + row)
                 result = f"${(2 * step + row) * 2 + j}"
-                text += [
-                    # 0xEA is (source & mask) | magic.
-                    f"lop3.b32 value, shifted, 0x000f000f, {MAGIC[element]:#x}, 0xEA;",
-                    f"fma.rn.{element}x2 value, value, one, offset{row};",
-                    # Adding -0 keeps the product as it is; sm_80 has no mul.bf16x2.
-                    f"fma.rn.{element}x2 {result}, value, scale{row}, nothing;",
-                ]
+                text += scaled_pair(element, row, result)
     return "\n".join([*text, "}"])
 
 

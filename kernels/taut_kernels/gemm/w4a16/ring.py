@@ -51,16 +51,10 @@ def plan(tile: WgmmaRingTile, call: Call) -> OneProduct:
 
 
 def product(tile: WgmmaRingTile, call: Call, rows: int) -> Fills:
-    """Prepare the product of some output features, whose parts are whole tiles.
-
-    Args:
-        tile: how to cut the work.
-        call: what to prepare for.
-        rows: how many of its features.
+    """Prepare the product of some output features, as :func:`.portable.product` does.
 
     Raises:
-        ValueError: the tile makes more partial sums meet than ``arrivals`` counts, or it has
-            ``tma`` and more rows than the layer.
+        ValueError: as there, or the tile has ``tma`` and more rows than the layer.
     """
     if tile.tma:
         return w4a16_wgmma_tma.product(tile, call, rows)

@@ -32,15 +32,9 @@ def first_tile(
 
 @gluon.jit
 def word_addresses(
-    qweight_ptr,
-    N,
-    first_chunk,
-    CHUNKS: gl.constexpr,
-    CHUNKS_PER_STEP: gl.constexpr,
-    ROW_TILES: gl.constexpr,
-    ROW_WARPS: gl.constexpr,
-    L: gl.constexpr,
-):
+    qweight_ptr, N, first_chunk, CHUNKS: gl.constexpr, CHUNKS_PER_STEP: gl.constexpr,
+    ROW_TILES: gl.constexpr, ROW_WARPS: gl.constexpr, L: gl.constexpr,
+):  # fmt: skip
     """Return pointers to the first step's weights, and which chunk each is of."""
     copied = axis(0, CHUNKS_PER_STEP * ROW_TILES, L, 5)
     tile = copied % ROW_TILES + first_tile(N, L, ROW_TILES, ROW_WARPS, 5)
@@ -73,14 +67,9 @@ def scale_addresses(
 
 @gluon.jit
 def activation_addresses(
-    x_ptr,
-    M,
-    stride_xm,
-    first_chunk,
-    CHUNKS_PER_STEP: gl.constexpr,
-    TOKEN_TILES: gl.constexpr,
+    x_ptr, M, stride_xm, first_chunk, CHUNKS_PER_STEP: gl.constexpr, TOKEN_TILES: gl.constexpr,
     LX: gl.constexpr,
-):
+):  # fmt: skip
     """Return pointers to the first step's activations, and which chunk each is of.
 
     Fragments lie as (chunk, half, token tile). Columns beyond M read the last

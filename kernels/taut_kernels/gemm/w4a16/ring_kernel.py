@@ -63,16 +63,10 @@ def _element(name):
 
 @gluon.jit
 def _allocate(
-    STAGES: gl.constexpr,
-    WARP_TILES: gl.constexpr,
-    WARP_SCALES: gl.constexpr,
-    WARP_ZEROS: gl.constexpr,
-    WARPS: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    CHUNKS_PER_STEP: gl.constexpr,
-    HAS_GROUPS: gl.constexpr,
-    HAS_ZEROS: gl.constexpr,
-):
+    STAGES: gl.constexpr, WARP_TILES: gl.constexpr, WARP_SCALES: gl.constexpr,
+    WARP_ZEROS: gl.constexpr, WARPS: gl.constexpr, BLOCK_M: gl.constexpr,
+    CHUNKS_PER_STEP: gl.constexpr, HAS_GROUPS: gl.constexpr, HAS_ZEROS: gl.constexpr,
+):  # fmt: skip
     """Allocate the rings of weights, scales and zero points, and one of activations a chunk."""
     S_STAGES: gl.constexpr = STAGES if HAS_GROUPS else 1
     words = gl.allocate_shared_memory(

@@ -21,15 +21,9 @@ zero_quads = gluon.constexpr_function(tiles_decode_ring.zero_quads)
 
 @gluon.jit
 def zero_addresses(
-    zeros_ptr,
-    N,
-    first_chunk,
-    ALL_QUADS: gl.constexpr,
-    CHUNKS_PER_STEP: gl.constexpr,
-    GROUP_SIZE: gl.constexpr,
-    ROW_TILES: gl.constexpr,
-    ROW_WARPS: gl.constexpr,
-):
+    zeros_ptr, N, first_chunk, ALL_QUADS: gl.constexpr, CHUNKS_PER_STEP: gl.constexpr,
+    GROUP_SIZE: gl.constexpr, ROW_TILES: gl.constexpr, ROW_WARPS: gl.constexpr,
+):  # fmt: skip
     """Return pointers to the first quads of each row tile, and what tells which they are in a step.
 
     That is the first chunk of the first step, and the quad of its part that is

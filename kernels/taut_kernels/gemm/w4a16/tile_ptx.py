@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import triton
 
-from taut_kernels.gemm.w4a16.decode_ptx import MAGIC, MINUS_MIDDLE, ONE, both_rows, shifted
+from taut_kernels.gemm.w4a16.decode_ptx import MINUS_MIDDLE, ONE, both_rows, scaled_pair, shifted
 
 _NEGATIVE_ZERO = 0x80008000
 
@@ -47,13 +47,7 @@ def part_ptx(element: str, has_zeros: bool, part: int, parts: int) -> str:
         for register in range(4):
             word = first_word + place % 2 * 2 + register // 2
             text += shifted(word, place // 2 * 2 + register % 2)
-            text += [
-                # 0xEA is (source & mask) | magic.
-                f"lop3.b32 value, shifted, 0x000f000f, {MAGIC[element]:#x}, 0xEA;",
-                f"fma.rn.{element}x2 value, value, one, offset{register % 2};",
-                # Adding -0 keeps the product as it is.
-                f"fma.rn.{element}x2 ${4 * step + register}, value, scale{register % 2}, nothing;",
-            ]
+            text += scaled_pair(element, register % 2, f"${4 * step + register}")
     return "\n".join([*text, "}"])
 
 

@@ -138,20 +138,10 @@ def _ask(
 
 @gluon.jit
 def _multiply_all(
-    rings,
-    scale_ptrs,
-    zero_ptrs,
-    first_chunk,
-    K: gl.constexpr,
-    GROUP_SIZE: gl.constexpr,
-    HAS_ZEROS: gl.constexpr,
-    ROW_TILES: gl.constexpr,
-    WARPS: gl.constexpr,
-    STEPS: gl.constexpr,
-    PARTS: gl.constexpr,
-    RUNNING: gl.constexpr,
-    L: gl.constexpr,
-):
+    rings, scale_ptrs, zero_ptrs, first_chunk, K: gl.constexpr, GROUP_SIZE: gl.constexpr,
+    HAS_ZEROS: gl.constexpr, ROW_TILES: gl.constexpr, WARPS: gl.constexpr, STEPS: gl.constexpr,
+    PARTS: gl.constexpr, RUNNING: gl.constexpr, L: gl.constexpr,
+):  # fmt: skip
     """Return the sums over a program's steps, of every row tile by part of the block."""
     words, tokens, full, empty = rings
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, sums_of(tokens[0].shape[1], WARPS), 2)

@@ -137,14 +137,10 @@ def prefetch(
 
 @gluon.jit
 def load_scales(
-    ptrs,  # of scale_ptrs_of
-    first_chunk,
-    GROUPS: gl.constexpr,  # of the step
-    GROUP_SIZE: gl.constexpr,
-    K: gl.constexpr,
+    ptrs, first_chunk, GROUPS: gl.constexpr, GROUP_SIZE: gl.constexpr, K: gl.constexpr,
     ROW_TILES: gl.constexpr,
-):
-    """Ask for a step's scales: of every group and row tile."""
+):  # fmt: skip
+    """Ask for a step's scales: of GROUPS groups and every row tile, at :func:`scale_ptrs_of`."""
     ALL_QUADS: gl.constexpr = (K // GROUP_SIZE + 3) // 4 if GROUP_SIZE else 1
     found = ()
     for k in gl.static_range(GROUPS):
@@ -160,14 +156,10 @@ def load_scales(
 
 @gluon.jit
 def load_zeros(
-    ptrs,  # of scale_ptrs_of
-    first_chunk,
-    CHUNKS: gl.constexpr,  # of the step
-    GROUP_SIZE: gl.constexpr,
-    K: gl.constexpr,
+    ptrs, first_chunk, CHUNKS: gl.constexpr, GROUP_SIZE: gl.constexpr, K: gl.constexpr,
     ROW_TILES: gl.constexpr,
-):
-    """Ask for a step's zero points: of every quad and row tile."""
+):  # fmt: skip
+    """Ask for the zero points of a step of CHUNKS chunks: of every quad and row tile."""
     ALL_QUADS: gl.constexpr = (K // GROUP_SIZE + 3) // 4 if GROUP_SIZE else 1
     found = ()
     for q in gl.static_range(zero_quads(CHUNKS, GROUP_SIZE)):
