@@ -19,6 +19,8 @@ from taut_deploy.validate.divergence import (
     compare,
     kl_lower_bound,
 )
+from taut_deploy.validate.gate import judge
+from taut_deploy.validate.job import Verdict
 from taut_deploy.validate.metrics import (
     kl_tail,
     mean_delta_p,
@@ -26,6 +28,7 @@ from taut_deploy.validate.metrics import (
     perplexities,
     point_estimates,
 )
+from taut_deploy.validate.policy import parse_policy
 
 
 def comparison_of(baseline_nll, candidate_nll, kl=None, top=None) -> Comparison:
@@ -76,6 +79,41 @@ def test_mean_interval_covers_the_truth_about_as_often_as_it_says(draw, mean, le
         interval = mean_interval(draw(rng), resample_indices(24, 400, seed=trial))
         covered += interval.low <= mean <= interval.high
     assert least <= covered / trials <= 0.98
+
+
+@pytest.mark.parametrize(
+    ("draw", "mean"),
+    [
+        (lambda rng: rng.normal(2.0, 1.0, size=32), 2.0),
+        (lambda rng: rng.gamma(4.0, 0.25, size=32), 1.0),  # skewed, as the KL of sequences is
+    ],
+    ids=["normal", "skewed"],
+)
+def test_intervals_of_the_default_number_of_sequences_cover_95_percent(draw, mean):
+    """Not less; a little more, because the wider of bootstrap and Student's is taken."""
+    rng = np.random.default_rng(23)
+    runs = 3000
+    covered = 0
+    for run in range(runs):
+        interval = mean_interval(draw(rng), resample_indices(32, 300, seed=run))
+        covered += interval.low <= mean <= interval.high
+    assert 0.945 <= covered / runs <= 0.97
+
+
+def test_a_candidate_exactly_at_its_limit_is_decided_in_at_most_5_percent_of_runs():
+    """Of 100 such candidates at most 2.5 pass and 2.5 fail; a normal 95 % interval does as much."""
+    policy = parse_policy("name: p\nrequire: {mean_kl: {max: 0.02}}", "p")
+    rng, runs = np.random.default_rng(31), 800
+    decided = {Verdict.PASS: 0, Verdict.FAIL: 0, Verdict.INCONCLUSIVE: 0}
+    for run in range(runs):
+        kl = rng.gamma(6.0, 0.02 / 6.0, size=(32, 1)) * rng.gamma(1.0, 1.0, size=(32, 8))
+        zeros = np.zeros(kl.shape)
+        measured = measure(comparison_of(zeros, zeros, kl), None, resamples=200, seed=run)
+        verdict, _ = judge(policy, measured, accept_lower_bound=False, sequences=32)
+        decided[verdict] += 1
+    chance = 3 * math.sqrt(0.025 * 0.975 / runs)
+    assert decided[Verdict.PASS] / runs <= 0.025 + chance
+    assert decided[Verdict.FAIL] / runs <= 0.025 + chance
 
 
 @pytest.mark.parametrize("blocks", [2, 3, 5])

@@ -209,7 +209,7 @@ def test_a_missing_harness_is_one_line(folder, tmp_path, monkeypatch):
 def test_the_harness_runs_a_users_own_task_offline(folder, tmp_path, monkeypatch):
     pytest.importorskip(
         "lm_eval",
-        reason="lm-eval: pip install --no-deps --require-hashes -r requirements/eval.txt",
+        reason="no lm-eval: pip install --no-deps --require-hashes -r requirements/eval.txt",
     )
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
