@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -193,12 +194,7 @@ class Layer:
         return product("down", self._activated(hidden))
 
     def _normed(self, x: Tensor, residual: Tensor, which: int) -> Activations:
-        arguments = (x, self.norms[which], residual, _EPSILON)
-        if self.dtype is None:
-            y: Tensor = torch.ops.taut.rms_norm(*arguments)
-            return y
-        values, scales = torch.ops.taut.rms_norm_quant(*arguments, self.dtype)
-        return values, scales
+        return self._fused("rms_norm", x, self.norms[which], residual, _EPSILON)
 
     def _quantised(self, x: Tensor) -> Activations:
         if self.dtype is None:
@@ -207,11 +203,14 @@ class Layer:
         return values, scales
 
     def _activated(self, x: Tensor) -> Activations:
-        arguments = (x, 1.0, 0.0, None, False)
+        return self._fused("silu_mul", x, 1.0, 0.0, None, False)
+
+    def _fused(self, op: str, *arguments: Any) -> Activations:
+        """Call an op, or its form that quantises where the products take 8 bits."""
         if self.dtype is None:
-            y: Tensor = torch.ops.taut.silu_mul(*arguments)
+            y: Tensor = getattr(torch.ops.taut, op)(*arguments)
             return y
-        values, scales = torch.ops.taut.silu_mul_quant(*arguments, self.dtype)
+        values, scales = getattr(torch.ops.taut, f"{op}_quant")(*arguments, self.dtype)
         return values, scales
 
     def _attend(self, qkv: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from taut_kernels.gemm.w4a16.weight_format import WeightFormat
 Tile = TypeVar("Tile")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Result(Generic[Tile]):
     """One timed choice; ``us`` is microseconds a call, ``tile`` None for the dense kernel."""
 

@@ -47,18 +47,10 @@ def row_quant_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def row_quant_long_kernel(
-    x_ptr,
-    y_ptr,
-    scale_ptr,
-    M,
-    stride_xm,
-    N: tl.constexpr,
-    OUT: tl.constexpr,
-    ROWS: tl.constexpr,  # 1
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Arguments as :func:`row_quant_kernel`; a row is read a second time from L2."""
+    x_ptr, y_ptr, scale_ptr, M, stride_xm, N: tl.constexpr, OUT: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Arguments as :func:`row_quant_kernel`, one row; it is read a second time from L2."""
     start_early(PDL)
     tl.static_assert(ROWS == 1)
     row = tl.program_id(0).to(tl.int64)
