@@ -310,6 +310,18 @@ async def test_load_that_a_worker_reports_from_elsewhere_counts() -> None:
         assert places == {"w0", "w1"}
 
 
+async def test_a_worker_without_company_is_not_asked_for_its_load() -> None:
+    busy = Faults(metrics=b"vllm:num_requests_running 40\n")
+    async with MockEngine(busy) as a, MockEngine(busy) as b:
+        load = {"load": {"every_s": 0.02}}
+        async with gateway(settings_for(a.url, routing=load)) as harness:
+            await eventually(lambda: worker(harness, "w0").ready)
+            await asyncio.sleep(0.3)
+            assert worker(harness, "w0").reported is None
+        async with gateway(settings_for(a.url, b.url, routing=load)) as harness:
+            await eventually(lambda: worker(harness, "w0").reported is not None)
+
+
 async def test_worker_that_is_drained_keeps_what_it_has_and_gets_no_more() -> None:
     async with two_workers(Faults(tokens=30, interval_s=0.01)) as (a, _, harness):
         streams = [

@@ -98,10 +98,17 @@ class Fleet:
         loop = asyncio.get_running_loop()
         self._tasks[worker] = [
             loop.create_task(Prober(worker, self._times).run()),
-            loop.create_task(LoadWatch(worker, lambda: self._load_every_s).run()),
+            loop.create_task(LoadWatch(worker, lambda: self._every_s(worker)).run()),
         ]
         for task in self._tasks[worker]:
             task.add_done_callback(_report)
+
+    def _every_s(self, worker: Worker) -> float | None:
+        """Pause between looks at a worker's load; None where no other is there to compare with."""
+        company = any(
+            other is not worker and other.served_name == worker.served_name for other in self
+        )
+        return self._load_every_s if company else None
 
 
 def _report(task: asyncio.Task[None]) -> None:

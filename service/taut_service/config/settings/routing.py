@@ -70,7 +70,8 @@ class Hedge(Section):
 class WorkerLoad(Section):
     """How the load that workers report on ``/metrics`` is used.
 
-    ``every_s`` is the pause between two scrapes of a worker, None never scrapes. A figure older
+    ``every_s`` is the pause between two scrapes of a worker, None never scrapes; a worker that is
+    the only one of its model name is not scraped, since its load decides nothing. A figure older
     than ``stale_after_s`` is ignored.
     """
 
