@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,6 +117,21 @@ class ReadingConversation(Conversation):
                 }
             )
         return found
+
+    def events(self, body: dict[str, Any], path: str) -> Iterator[bytes]:
+        reading = self.engine.reading
+        if reading.answer is None or not body.get("logprobs"):
+            yield from super().events(body, path)
+            return
+        for word in reading.answer.split(" "):
+            choice: dict[str, Any] = {"index": 0, "text": word}
+            choice["logprobs"] = {"tokens": [word], "token_logprobs": [-0.5]}
+            if "chat" in path:
+                choice = {"index": 0, "delta": {"content": word}}
+                choice["logprobs"] = {"content": [{"token": word, "logprob": -0.5}]}
+            yield self.event({"choices": [choice]})
+        yield self.event({"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 3}})
+        yield b"data: [DONE]\n\n"
 
     async def whole(self, body: dict[str, Any], path: str) -> None:
         reading = self.engine.reading

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
 
 from taut_service.config.settings import GuardSettings
@@ -110,22 +111,61 @@ class Reader:
         except (ValueError, RecursionError) as error:
             raise _no_json(path) from error
 
+    async def events(
+        self, path: str, fields: Mapping[str, Any], tokens: int
+    ) -> AsyncIterator[dict[str, Any]]:
+        """Send one request for a stream, yield its events as they come.
+
+        Args:
+            path: of the worker.
+            fields: of the body; the model's name and ``stream`` are put in.
+            tokens: size of the request, for the worker's load.
+
+        Raises:
+            BusyError: nobody can be asked.
+            ReadError: the worker failed.
+        """
+        body, rest = self._body({**fields, "stream": True}), b""
+        with self._worker(path, tokens) as worker:
+            patience = self._settings.timeout_s
+            async with worker.client.answer("POST", path, body, patience) as connection:
+                _require_answered(path, connection.status)
+                while data := await connection.read():
+                    *lines, rest = (rest + data).split(b"\n")
+                    if len(rest) > _ROOM:
+                        raise ReadError(f"{path}: an event of more than {_ROOM} bytes")
+                    for line in lines:
+                        if line.startswith(b"data: {"):
+                            yield _event(path, line.removeprefix(b"data: "))
+
     async def _fetch(
         self, path: str, fields: Mapping[str, Any], tokens: int
     ) -> tuple[bytes, float]:
         """Return an answer's body and the seconds from request to last byte."""
-        variant = self._variant
-        worker = variant.choose(self._asked) or variant.choose()
+        room = tokens * (self._settings.top_k + 1) * _BYTES_A_LOGPROB + _ROOM
+        with self._worker(path, tokens) as worker:
+            started = time.perf_counter()
+            status, data = await worker.client.ask(
+                "POST", path, self._body(fields), self._settings.timeout_s, room
+            )
+            seconds = time.perf_counter() - started
+        if path == "/v1/completions":
+            self._asked = [worker]
+        _require_answered(path, status)
+        return data, seconds
+
+    def _body(self, fields: Mapping[str, Any]) -> bytes:
+        return json.dumps({**fields, "model": self._variant.served_name}).encode()
+
+    @contextlib.contextmanager
+    def _worker(self, path: str, tokens: int) -> Iterator[Worker]:
+        """A worker, counted as busy with so many tokens; its failures are ``ReadError``."""
+        worker = self._variant.choose(self._asked) or self._variant.choose()
         if worker is None:
             raise BusyError
-        body = json.dumps({**fields, "model": variant.served_name}).encode()
-        room = tokens * (self._settings.top_k + 1) * _BYTES_A_LOGPROB + _ROOM
         probe = worker.take(tokens)
-        started = time.perf_counter()
         try:
-            status, data = await worker.client.ask(
-                "POST", path, body, self._settings.timeout_s, room
-            )
+            yield worker
         except (UpstreamError, TimeoutError) as error:
             raise ReadError(f"{path}: {str(error) or 'no answer in time'}") from error
         finally:
@@ -133,14 +173,23 @@ class Reader:
             if probe:
                 # A comparison says nothing about what clients would get.
                 worker.breaker.abandoned(probe)
-        seconds = time.perf_counter() - started
-        if path == "/v1/completions":
-            self._asked = [worker]
-        if status in _TOO_BUSY:
-            raise BusyError
-        if status != 200:
-            raise ReadError(f"{path} answered with status {status}")
-        return data, seconds
+
+
+def _require_answered(path: str, status: int) -> None:
+    if status in _TOO_BUSY:
+        raise BusyError
+    if status != 200:
+        raise ReadError(f"{path} answered with status {status}")
+
+
+def _event(path: str, text: bytes) -> dict[str, Any]:
+    try:
+        event: dict[str, Any] = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _no_json(path) from error
+    if "error" in event:
+        raise ReadError(f"{path}: the worker broke off its answer")
+    return event
 
 
 def _no_json(path: str) -> ReadError:

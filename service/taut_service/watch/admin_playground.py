@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import AsyncIterator, Callable
 from typing import Annotated, Any
 
 from fastapi import FastAPI
+from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from taut_service.config.reload import Reloader
 from taut_service.config.settings import GuardSettings
 from taut_service.errors import NotFoundError
 from taut_service.guard.reader import BusyError, Reader, ReadError
-from taut_service.route.variants import Model
 
+_NOBODY = "no worker can be asked now"
 _Name = Annotated[str, Field(min_length=1, max_length=256)]
 
 
@@ -52,6 +54,15 @@ class PlaygroundReport(BaseModel):
     first_difference: int | None
 
 
+class PlaygroundPart(BaseModel):
+    """What came of one answer; ``side`` is its place in ``variants``, ``last`` its end."""
+
+    side: int
+    tokens: list[Token] = []
+    error: str = ""
+    last: bool = False
+
+
 def add_playground(admin: FastAPI, reloader: Reloader, settings: GuardSettings) -> None:
     """Add the route.
 
@@ -63,41 +74,94 @@ def add_playground(admin: FastAPI, reloader: Reloader, settings: GuardSettings) 
 
     @admin.post("/admin/playground", summary="Ask two variants the same; nobody is charged")
     async def play(body: PlaygroundRequest) -> PlaygroundReport:
-        model = reloader.current.names.get(body.model)
-        if model is None:
-            raise NotFoundError(f"there is no model {body.model!r}", code="model_not_found")
-        for name in body.variants:
-            if name not in model.variants:
-                raise NotFoundError(
-                    f"{model.name!r} has no variant {name[:64]!r}", code="variant_not_found"
-                )
-        asked = (_ask(model, name, body, settings) for name in body.variants)
+        readers = _readers(reloader, settings, body)
+        asked = (
+            _ask(reader, name, body) for reader, name in zip(readers, body.variants, strict=True)
+        )
         one, two = await asyncio.gather(*asked)
         return PlaygroundReport(answers=[one, two], first_difference=_first_difference(one, two))
 
+    @admin.post(
+        "/admin/playground/stream",
+        summary="The same, each answer's tokens as they come: events of PlaygroundPart",
+        response_class=StreamingResponse,
+        responses={200: {"content": {"text/event-stream": {}}}},
+    )
+    async def play_live(body: PlaygroundRequest) -> StreamingResponse:
+        events = _live(_readers(reloader, settings, body), body)
+        headers = {"cache-control": "no-store"}
+        return StreamingResponse(events, media_type="text/event-stream", headers=headers)
 
-async def _ask(
-    model: Model, name: str, body: PlaygroundRequest, settings: GuardSettings
-) -> PlaygroundAnswer:
+
+def _readers(reloader: Reloader, settings: GuardSettings, body: PlaygroundRequest) -> list[Reader]:
+    """One for each variant that is asked for.
+
+    Raises:
+        NotFoundError: there is no such model or variant.
+    """
+    model = reloader.current.names.get(body.model)
+    if model is None:
+        raise NotFoundError(f"there is no model {body.model!r}", code="model_not_found")
+    for name in body.variants:
+        if name not in model.variants:
+            raise NotFoundError(
+                f"{model.name!r} has no variant {name[:64]!r}", code="variant_not_found"
+            )
+    return [Reader(model.variants[name], settings) for name in body.variants]
+
+
+def _request(body: PlaygroundRequest) -> tuple[str, dict[str, Any]]:
+    """Path and fields for a worker."""
     fields: dict[str, Any] = {"max_tokens": body.max_tokens, "temperature": 0}
     if body.chat:
-        path = "/v1/chat/completions"
-        fields |= {"messages": [{"role": "user", "content": body.prompt}], "logprobs": True}
-    else:
-        path = "/v1/completions"
-        fields |= {"prompt": body.prompt, "logprobs": 1}
-    reader = Reader(model.variants[name], settings)
+        said = [{"role": "user", "content": body.prompt}]
+        return "/v1/chat/completions", {**fields, "messages": said, "logprobs": True}
+    return "/v1/completions", {**fields, "prompt": body.prompt, "logprobs": 1}
+
+
+async def _ask(reader: Reader, name: str, body: PlaygroundRequest) -> PlaygroundAnswer:
+    path, fields = _request(body)
     try:
         answer = await reader.ask(path, fields, body.max_tokens)
         return PlaygroundAnswer(variant=name, tokens=_tokens(answer), error="")
-    except BusyError:
-        error = "no worker can be asked now"
-    except ReadError as failure:
-        error = str(failure)
-    return PlaygroundAnswer(variant=name, tokens=[], error=error)
+    except (BusyError, ReadError) as failure:
+        return PlaygroundAnswer(variant=name, tokens=[], error=str(failure) or _NOBODY)
+
+
+async def _live(readers: list[Reader], body: PlaygroundRequest) -> AsyncIterator[bytes]:
+    """Events of both answers, in the order in which they come."""
+    parts: asyncio.Queue[PlaygroundPart] = asyncio.Queue()
+    tasks = [
+        asyncio.create_task(_follow(side, reader, body, parts.put_nowait))
+        for side, reader in enumerate(readers)
+    ]
+    try:
+        left = len(tasks)
+        while left:
+            part = await parts.get()
+            left -= part.last
+            yield b"data: %b\n\n" % part.model_dump_json().encode()
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _follow(
+    side: int, reader: Reader, body: PlaygroundRequest, put: Callable[[PlaygroundPart], None]
+) -> None:
+    path, fields = _request(body)
+    last = PlaygroundPart(side=side, last=True)
+    try:
+        async for event in reader.events(path, fields, body.max_tokens):
+            if event.get("choices") and (tokens := _tokens(event)):
+                put(PlaygroundPart(side=side, tokens=tokens))
+    except (BusyError, ReadError) as failure:
+        last.error = str(failure) or _NOBODY
+    put(last)
 
 
 def _tokens(answer: Any) -> list[Token]:
+    """Of a whole answer or of an event of a stream."""
     try:
         choice = answer["choices"][0]
         told = choice.get("logprobs") or {}
@@ -106,8 +170,9 @@ def _tokens(answer: Any) -> list[Token]:
         elif told.get("tokens"):
             pairs = list(zip(told["tokens"], told["token_logprobs"], strict=True))
         else:
-            text = choice["message"]["content"] if "message" in choice else choice["text"]
-            return [Token(text=text or "", probability=None)]
+            said = choice.get("message", choice.get("delta"))
+            text = choice["text"] if said is None else said.get("content")
+            return [Token(text=text, probability=None)] if text else []
         return [Token(text=text, probability=_probability(log)) for text, log in pairs]
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise ReadError("the worker's answer is not as vLLM writes it") from error

@@ -9,10 +9,11 @@ case, not a fault. Retrying elsewhere is the gateway's decision.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 from taut_service.config.settings import Timeouts
 from taut_service.worker.connection import Connection
@@ -127,21 +128,43 @@ class UpstreamClient:
             UpstreamError: connecting failed, or the answer broke off.
             TimeoutError: it took too long.
         """
+        pieces: list[bytes] = []
+        size = 0
+        async with self.answer(method, path, body, timeout_s) as connection:
+            while size <= max_bytes and (data := await connection.read()):
+                pieces.append(data)
+                size += len(data)
+        return connection.status, b"".join(pieces)
+
+    @contextlib.asynccontextmanager
+    async def answer(
+        self, method: str, path: str, body: bytes, timeout_s: float
+    ) -> AsyncIterator[Connection]:
+        """Do one exchange beside the requests, its answer read piece by piece.
+
+        Args:
+            method: GET or POST.
+            path: absolute.
+            body: JSON, or nothing.
+            timeout_s: patience with all of it.
+
+        Yields:
+            The connection, the head of the answer read.
+
+        Raises:
+            UpstreamError: connecting failed.
+            TimeoutError: it took too long.
+        """
         head = (
             f"{method} {path} HTTP/1.1\r\n"
             f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
         )
-        pieces: list[bytes] = []
-        size = 0
         async with asyncio.timeout(timeout_s):
             connection = await self.send(self.whole_head(head.encode()), body)
             try:
-                while size <= max_bytes and (data := await connection.read()):
-                    pieces.append(data)
-                    size += len(data)
+                yield connection
             finally:
                 self.give_back(connection)
-        return connection.status, b"".join(pieces)
 
     def give_back(self, connection: Connection) -> None:
         """End the exchange; pool the connection, or close it if the answer was not whole."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from admin_harness import administered
 from browser import Tab, needs_chromium, tab
+from mock_engine import Faults
 from mock_reader import Reading, ReadingEngine
 from rollout_settings import ADMIN, KEYS, settings_of
 
@@ -141,6 +143,32 @@ async def test_the_playground_answers_token_by_token(tmp_path: Path, chat: bool)
             assert "status 500" in found["answers"][1]["error"]
             wrong = {**body, "variants": ["base", "x"]}
             assert (await admin.ask("POST", "/admin/playground", _json(wrong))).status == 404
+
+
+@pytest.mark.parametrize("chat", [False, True])
+async def test_the_playground_streams_both_answers(tmp_path: Path, chat: bool) -> None:
+    slow = Faults(interval_s=0.05, chunk=7)
+    one, two = ReadingEngine(Reading(answer="a b c")), ReadingEngine(Reading(answer="a b"), slow)
+    async with one as base, two as small:
+        settings = settings_of(base, small, {"directory": str(tmp_path)})
+        async with administered(settings) as admin:
+            body = {"model": "other", "variants": ["base", "small"], "prompt": "x", "chat": chat}
+            path = "/admin/playground/stream"
+            parts = _events((await admin.ask("POST", path, _json(body))).body)
+            heard = [[t for p in parts if p["side"] == i for t in p["tokens"]] for i in (0, 1)]
+            assert [[t["text"] for t in side] for side in heard] == [["a", "b", "c"], ["a", "b"]]
+            assert all(abs(t["probability"] - 0.6065) < 1e-3 for side in heard for t in side)
+            assert [p["side"] for p in parts if p["last"]] == [0, 1], "the slow one ends last"
+            assert max(len(p["tokens"]) for p in parts) == 1, "each as it comes"
+            small.faults.kill_at_byte = 400
+            parts = _events((await admin.ask("POST", path, _json(body))).body)
+            assert [bool(p["error"]) for p in parts if p["last"]] == [False, True]
+            wrong = {**body, "variants": ["base", "x"]}
+            assert (await admin.ask("POST", path, _json(wrong))).status == 404
+
+
+def _events(body: bytes) -> list[dict[str, Any]]:
+    return [json.loads(event.removeprefix(b"data: ")) for event in body.split(b"\n\n") if event]
 
 
 def _json(body: object) -> bytes:

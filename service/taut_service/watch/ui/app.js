@@ -5,6 +5,7 @@ const KEPT = 150;
 const find = (id) => document.getElementById(id);
 const agreements = new Map();
 let key = "";
+let asked = null;
 let state = null;
 
 async function ask(method, path, body) {
@@ -15,6 +16,20 @@ async function ask(method, path, body) {
   if (answer.status === 401 || answer.status === 403) find("key-form").hidden = false;
   if (!answer.ok) throw new Error(document_.error?.message ?? `status ${answer.status}`);
   return document_;
+}
+
+// Calls tell with every event of a stream.
+async function follow(path, body, signal, tell) {
+  const headers = { "content-type": "application/json" };
+  if (key) headers.authorization = `Bearer ${key}`;
+  const answer = await fetch(path, { method: "POST", headers, body: JSON.stringify(body), signal });
+  if (!answer.ok) throw new Error((await answer.json()).error?.message ?? `status ${answer.status}`);
+  let rest = "";
+  for await (const text of answer.body.pipeThrough(new TextDecoderStream())) {
+    const events = (rest + text).split("\n\n");
+    rest = events.pop();
+    for (const event of events) tell(JSON.parse(event.slice("data: ".length)));
+  }
 }
 
 function say(text, bad = false) {
@@ -168,22 +183,47 @@ function choose() {
 
 async function play(event) {
   event.preventDefault();
-  find("answers").replaceChildren("Asking …");
+  asked?.abort();
+  asked = new AbortController();
+  const { signal } = asked;
+  const variants = [find("left").value, find("right").value];
+  const heard = variants.map((variant) => ({ variant, tokens: [], error: "", last: false }));
+  drawAnswers(heard);
   try {
-    const found = await ask("POST", "/admin/playground", {
+    await follow("/admin/playground/stream", {
       model: find("model").value,
-      variants: [find("left").value, find("right").value],
+      variants,
       prompt: find("prompt").value,
       max_tokens: Number(find("tokens").value),
       chat: find("chat").checked,
+    }, signal, (part) => {
+      const answer = heard[part.side];
+      answer.tokens.push(...part.tokens);
+      answer.error = part.error;
+      answer.last = part.last;
+      drawAnswers(heard);
     });
-    const parts = found.answers.map((answer) => drawAnswer(answer, found.first_difference));
-    const same = element("p", {}, found.first_difference === null
-      ? "Both say the same." : `The first different token is number ${found.first_difference + 1}.`);
-    find("answers").replaceChildren(same, element("div", { class: "pair" }, ...parts));
   } catch (error) {
-    find("answers").replaceChildren(element("p", { class: "bad" }, error.message));
+    if (!signal.aborted) find("answers").replaceChildren(element("p", { class: "bad" }, error.message));
   }
+}
+
+// The place of the first token that is not the same, null while there is none.
+function firstDifference([one, two]) {
+  const shorter = Math.min(one.tokens.length, two.tokens.length);
+  for (let i = 0; i < shorter; i += 1) if (one.tokens[i].text !== two.tokens[i].text) return i;
+  const over = [one, two].some((answer) => answer.last && answer.tokens.length === shorter);
+  return over && one.tokens.length !== two.tokens.length ? shorter : null;
+}
+
+function drawAnswers(heard) {
+  const first = firstDifference(heard);
+  const over = heard.every((answer) => answer.last);
+  const failed = heard.some((answer) => answer.error);
+  const words = first !== null ? `The first different token is number ${first + 1}.`
+    : failed ? "They cannot be compared." : over ? "Both say the same." : "The same so far …";
+  find("answers").replaceChildren(element("p", {}, words),
+    element("div", { class: "pair" }, ...heard.map((answer) => drawAnswer(answer, first))));
 }
 
 function drawAnswer(answer, first) {
