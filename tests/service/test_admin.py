@@ -308,5 +308,5 @@ async def test_schemathesis_finds_no_fault(tmp_path: Path) -> None:
         async with asyncio.timeout(120):
             stdout, _ = await process.communicate()
         assert process.returncode == 0, stdout.decode()[-3000:]
-        assert "9 selected" in stdout.decode()
+        assert "10 selected" in stdout.decode()
         assert (await admin.ask("GET", "/admin/state")).status == 200
