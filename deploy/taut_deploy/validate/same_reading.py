@@ -117,6 +117,8 @@ def require_same_conversations(
     """
     for what, messages, tools in _CONVERSATIONS:
         first, second = (_rendered(one, messages, tools) for one in (ours, theirs))
+        if tools and first in (None, _rendered(ours, messages, ())):
+            continue  # the baseline's template takes no tools: nobody offers it any
         if first != second:
             raise CouldNotValidateError(
                 f"--candidate {candidate}: its chat template makes of {what} other tokens than "

@@ -148,6 +148,16 @@ def test_a_changed_template_behind_a_url_is_refused(room, servers, tmp_path, cas
     assert "\n" not in str(refused.value)
 
 
+def test_tools_are_not_compared_where_the_baseline_takes_none(room, servers, tmp_path):
+    plain, served, urls = servers
+    without = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}"
+    plain.tokenizer.chat_template = without
+    tools = "{% if tools %}{% for t in tools %}{{ t.function.name }}{% endfor %}{% endif %}"
+    served.tokenizer.chat_template = tools + without
+    result = validate(room, tmp_path, urls["candidate"], baseline=urls["baseline"])
+    assert failed(result) == set()
+
+
 def test_another_default_temperature_fails_by_what_is_written(room, servers, tmp_path):
     _, served, urls = servers
     served.default_temperature = 0.0
