@@ -1,15 +1,13 @@
 """Rows of ``taut bench distil``: one JSON line each, and a Markdown table of them."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from taut_deploy.documents import parse_json
-from taut_deploy.errors import OutputError
-from taut_deploy.files import disk_errors_named, write_text_atomically
+from taut_deploy.bench.rows import append_row, measured_with, rows_of
+from taut_deploy.files import write_text_atomically
 
 _LINES, _TABLE = "distil.jsonl", "distil.md"
 _RATIO, _KL = "perplexity_ratio", "mean_kl"
@@ -56,8 +54,7 @@ def write_row(output: Path, row: Row) -> None:
     Raises:
         OutputError: the disk is full or refuses.
     """
-    with disk_errors_named(output / _LINES), (output / _LINES).open("a", encoding="utf-8") as sink:
-        sink.write(json.dumps(asdict(row), sort_keys=True, allow_nan=False) + "\n")
+    append_row(output / _LINES, row)
 
 
 def read_rows(output: Path, plan: str) -> list[Row]:
@@ -66,24 +63,15 @@ def read_rows(output: Path, plan: str) -> list[Row]:
     Raises:
         OutputError: a line is none of ours.
     """
-    file = output / _LINES
-    if not file.is_file():
-        return []
-    found: dict[tuple[str, str], Row] = {}
-    for number, line in enumerate(file.read_bytes().splitlines(), 1):
-        try:
-            row = Row(**parse_json(line, f"{file}:{number}", OutputError))
-        except TypeError as error:
-            raise OutputError(f"{file}:{number}: no row of 'taut bench distil'; move it") from error
-        if row.plan == plan:
-            found.setdefault((row.student, row.text), row)
-    return list(found.values())
+    return rows_of(
+        output / _LINES, Row, plan, "taut bench distil", lambda row: (row.student, row.text)
+    )
 
 
 def markdown(rows: Sequence[Row], facts: Mapping[str, str]) -> str:
     """The table for people, under what it was measured with."""
     lines = [
-        f"Measured with {', '.join(f'{name} {value}' for name, value in facts.items())}.",
+        measured_with(facts),
         "",
         "| student | trained on | one shot: ratio, KL | distilled: ratio, KL | recovered | tokens "
         "| seconds |",

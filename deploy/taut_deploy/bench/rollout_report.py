@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from taut_deploy.bench.rollout import Rehearsal
+from taut_deploy.bench.rows import measured_with
 from taut_deploy.files import write_json_atomically, write_text_atomically
 
 _MEASURES = ("kl", "disagreement")
@@ -46,7 +47,7 @@ def write(found: Rehearsal, facts: Mapping[str, Any], output: Path) -> list[Path
 def markdown(found: Rehearsal, facts: Mapping[str, Any]) -> str:
     """Return the report for people."""
     lines = [
-        f"Measured with {', '.join(f'{name} {value}' for name, value in facts.items())}.",
+        measured_with(facts),
         "",
         "| candidate | expected | ended | seconds | highest share | answers compared | tokens "
         "| of clients' answers | excess KL, nats | excess disagreement |",
