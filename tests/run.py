@@ -37,6 +37,7 @@ WAITING = ("chart", "service")
 """The jobs of the third track, but for what is named elsewhere or reads a clock."""
 ALONE = (
     "deploy/test_bench_gateway.py",
+    "deploy/test_bench_gateway_guard.py",
     "deploy/test_bench_serve.py",
     "deploy/test_mock_engine.py",
     "deploy/test_serve_process.py",

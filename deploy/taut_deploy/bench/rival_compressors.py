@@ -37,7 +37,9 @@ def llm_compressor(job, tokens, *before):
     last = (QuantizationModifier if before else GPTQModifier)(
         config_groups=scheme, ignore=["lm_head"]
     )
-    model = AutoModelForCausalLM.from_pretrained(job["model"], dtype="auto")
+    model = AutoModelForCausalLM.from_pretrained(
+        job["model"], dtype="auto", trust_remote_code=False
+    )
     rows = [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in tokens]
     oneshot(
         model=model,
@@ -72,7 +74,7 @@ def auto_round(job, tokens):
         device_map=job["device"],
     )
     rounding.quantize_and_save(str(Path(job["output"]) / "own"), format="fake")
-    return AutoModelForCausalLM.from_pretrained(_saved(job), dtype="auto")
+    return AutoModelForCausalLM.from_pretrained(_saved(job), dtype="auto", trust_remote_code=False)
 
 
 def gptqmodel(job, tokens):
@@ -104,7 +106,9 @@ def _saved(job):
 
 def dense(job, model):
     """The base model with the weights that the rival's modules multiply by, and its other ones."""
-    plain = AutoModelForCausalLM.from_pretrained(job["model"], dtype="auto")
+    plain = AutoModelForCausalLM.from_pretrained(
+        job["model"], dtype="auto", trust_remote_code=False
+    )
     own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     layers = {name for name, one in plain.named_modules() if isinstance(one, torch.nn.Linear)}
     layers.discard("lm_head")
@@ -142,9 +146,11 @@ def main() -> None:
     seconds = time.monotonic() - started
     output = Path(job["output"]) / "dense"
     dense(job, model).save_pretrained(output)
-    AutoTokenizer.from_pretrained(job["model"]).save_pretrained(output)
+    AutoTokenizer.from_pretrained(job["model"], trust_remote_code=False).save_pretrained(output)
     told = {"seconds": seconds, "version": f"{package} {importlib.metadata.version(package)}"}
-    (output.parent / "measured.json").write_text(json.dumps(told), encoding="utf-8")
+    (output.parent / "measured.json").write_text(
+        json.dumps(told, allow_nan=False), encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

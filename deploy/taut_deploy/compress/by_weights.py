@@ -130,16 +130,22 @@ def _compressed(parts: Parts, indices: Sequence[int]) -> Iterator[tuple[int, lis
     count = min(parts.job.workers, len(indices))
     with ProcessPoolExecutor(count, spawn, _open, (parts,)) as pool:
         waiting = [pool.submit(_compress, index) for index in indices]
+        broken: BrokenProcessPool | None = None
         try:
             for done in as_completed(waiting):
-                yield done.result()
-        except BrokenProcessPool as error:
-            raise OutputError(
-                f"--workers {count}: a process ended while it compressed, most likely for want of "
-                "memory; run again with fewer, finished blocks are kept"
-            ) from error
+                try:
+                    found = done.result()
+                except BrokenProcessPool as error:
+                    broken = error  # blocks that were done before may come after it
+                    continue
+                yield found
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
+    if broken is not None:
+        raise OutputError(
+            f"--workers {count}: a process ended while it compressed, most likely for want of "
+            "memory; run again with fewer, finished blocks are kept"
+        ) from broken
 
 
 class _Process:

@@ -95,10 +95,10 @@ class Journal:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             if not self._begun:
                 head = {"schema": SCHEMA, "schema_version": _VERSION, "inputs": self._inputs}
-                self._file.write_text(json.dumps(head) + "\n", encoding="utf-8")
+                self._file.write_text(json.dumps(head, allow_nan=False) + "\n", encoding="utf-8")
                 self._begun = True
             with self._file.open("a", encoding="utf-8") as lines:
-                lines.write(json.dumps(line) + "\n")
+                lines.write(json.dumps(line, allow_nan=False) + "\n")
 
     def _read(self) -> str | None:
         """Take what is there; says in words why nothing is taken."""
