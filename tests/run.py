@@ -36,7 +36,6 @@ FOLDERS = ("kernels", "deploy")
 WAITING = ("chart", "service")
 """The jobs of the third track, but for what is named elsewhere or reads a clock."""
 ALONE = (
-    "deploy/compress/test_trial.py",
     "deploy/test_bench_gateway.py",
     "deploy/test_bench_gateway_guard.py",
     "deploy/test_bench_serve.py",
@@ -45,7 +44,7 @@ ALONE = (
     "deploy/test_validate_latency.py",
     "deploy/test_validate_latency_job.py",
 )
-"""Of these folders, what measures times or memory, or has to answer within some."""
+"""Of these folders, what measures times or has to answer within some."""
 _CLOCK = re.compile(r"\b(?:monotonic|perf_counter|sleep)\(")
 """What a file of the gateway's tests has that must not be disturbed."""
 SLOWEST = ("--durations=12", "--durations-min=4")
