@@ -157,3 +157,11 @@ def test_the_program_for_rivals_needs_nothing_of_taut():
     spec.loader.exec_module(alone)
     listed = {method for methods in compressors.RIVALS.values() for method in methods}
     assert set(alone.METHODS) == listed
+
+
+def test_an_option_of_another_bench_is_refused(room):
+    """``--fit-steps`` fits students of ``taut bench distil``; here it would do nothing."""
+    given = ["bench", "compressors", str(room / "model"), "--text", str(room / "judged.txt")]
+    answer = CliRunner().invoke(app, [*given, "--fit-steps", "5"])
+    assert answer.exit_code == 2
+    assert "--fit-steps" in answer.output

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from taut_deploy.bench import rival_compressors
-from taut_deploy.bench.compressors_report import Row, read_rows, write_row
+from taut_deploy.bench.compressors_report import RESULTS, Row
 from taut_deploy.bench.distil_students import Place
 from taut_deploy.bench.distil_texts import require_apart
 from taut_deploy.bench.judge import Judge
@@ -160,16 +160,16 @@ def measure(plan: Plan, say: Say) -> list[Row]:
         raise MeasureError(str(error).replace("--train", "--calibration")) from error
     file = plan.work / f"calibration-{plan.hash}.json"
     write_json_atomically(file, tokens.tolist())
-    done = {(row.method, row.format) for row in read_rows(plan.output, plan.hash)}
+    done = {(row.method, row.format) for row in RESULTS.read(plan.output, plan.hash)}
     methods = [*_OURS, *(method for rival in plan.rivals for method in RIVALS[rival])]
     for grid in plan.grids:
         for method in methods:
             if (method, grid.name) in done:
                 continue
             row = _measured(plan, grid, method, file, judge)
-            write_row(plan.output, row)
+            RESULTS.append(plan.output, row)
             say(f"{grid.name}, {method}: {row.judged} in {row.seconds:.0f} s")
-    return read_rows(plan.output, plan.hash)
+    return RESULTS.read(plan.output, plan.hash)
 
 
 def _measured(plan: Plan, grid: Grid, method: str, tokens: Path, judge: Judge) -> Row:

@@ -2,12 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from taut_deploy.bench.rows import append_row, measured_with, rows_of
-from taut_deploy.files import write_text_atomically
-
-_LINES, _TABLE = "compressors.jsonl", "compressors.md"
+from taut_deploy.bench.rows import Results, measured_with
 
 
 @dataclass(frozen=True)
@@ -31,24 +27,7 @@ class Row:
     version: str
 
 
-def write_row(output: Path, row: Row) -> None:
-    """Append a row to ``compressors.jsonl``.
-
-    Raises:
-        OutputError: the disk is full or refuses.
-    """
-    append_row(output / _LINES, row)
-
-
-def read_rows(output: Path, plan: str) -> list[Row]:
-    """The rows of this plan that are in ``compressors.jsonl``, the first of each method and format.
-
-    Raises:
-        OutputError: a line is none of ours.
-    """
-    return rows_of(
-        output / _LINES, Row, plan, "taut bench compressors", lambda row: (row.format, row.method)
-    )
+RESULTS = Results("compressors", Row, lambda row: (row.format, row.method))
 
 
 def markdown(rows: Sequence[Row], facts: Mapping[str, str]) -> str:
@@ -68,13 +47,3 @@ def markdown(rows: Sequence[Row], facts: Mapping[str, str]) -> str:
             f"| {row.seconds:.0f} | {row.version} |"
         )
     return "\n".join([*lines, ""])
-
-
-def write_table(output: Path, rows: Sequence[Row], facts: Mapping[str, str]) -> Path:
-    """Write ``compressors.md``; returns it.
-
-    Raises:
-        OutputError: the disk is full or refuses.
-    """
-    write_text_atomically(output / _TABLE, markdown(rows, facts))
-    return output / _TABLE

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from taut_deploy.bench.distil_report import Row, read_rows, write_row
+from taut_deploy.bench.distil_report import RESULTS, Row
 from taut_deploy.bench.distil_students import STUDENTS, Place, Student
 from taut_deploy.bench.distil_texts import (
     SELF,
@@ -103,7 +103,7 @@ def measure(plan: Plan, say: Say) -> list[Row]:
         Path(place.base.path), plan.text, plan.judged, place.sequence_length, place.device
     )
     texts = _apart(plan, judge.tokens)
-    done = {(row.student, row.text) for row in read_rows(plan.output, plan.hash)}
+    done = {(row.student, row.text) for row in RESULTS.read(plan.output, plan.hash)}
     for name in plan.students:
         missing = [one for one in plan.sets if (name, one.name) not in done]
         if not missing:
@@ -118,9 +118,9 @@ def measure(plan: Plan, say: Say) -> list[Row]:
             sources = _sources(plan, text, texts)
             found = _distilled(plan, student, directory, sources, judge)
             row = Row(name, student.what, text.name, plan.hash, one_shot, made, **found)
-            write_row(plan.output, row)
+            RESULTS.append(plan.output, row)
             say(json.dumps(asdict(row), allow_nan=False))
-    return read_rows(plan.output, plan.hash)
+    return RESULTS.read(plan.output, plan.hash)
 
 
 def _apart(plan: Plan, judged: Any) -> dict[str, Any]:

@@ -3,13 +3,10 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from taut_deploy.bench.rows import append_row, measured_with, rows_of
-from taut_deploy.files import write_text_atomically
+from taut_deploy.bench.rows import Results, measured_with
 
-_LINES, _TABLE = "distil.jsonl", "distil.md"
 _RATIO, _KL = "perplexity_ratio", "mean_kl"
 
 
@@ -48,24 +45,7 @@ class Row:
         return None if lost <= 0.0 else 1.0 - math.log(self.distilled[_RATIO]) / lost
 
 
-def write_row(output: Path, row: Row) -> None:
-    """Append a row to ``distil.jsonl``.
-
-    Raises:
-        OutputError: the disk is full or refuses.
-    """
-    append_row(output / _LINES, row)
-
-
-def read_rows(output: Path, plan: str) -> list[Row]:
-    """The rows of this plan that are in ``distil.jsonl``, the first of each student and text.
-
-    Raises:
-        OutputError: a line is none of ours.
-    """
-    return rows_of(
-        output / _LINES, Row, plan, "taut bench distil", lambda row: (row.student, row.text)
-    )
+RESULTS = Results("distil", Row, lambda row: (row.student, row.text))
 
 
 def markdown(rows: Sequence[Row], facts: Mapping[str, str]) -> str:
@@ -87,13 +67,3 @@ def markdown(rows: Sequence[Row], facts: Mapping[str, str]) -> str:
             f"| {row.seconds:.0f} |"
         )
     return "\n".join([*lines, ""])
-
-
-def write_table(output: Path, rows: Sequence[Row], facts: Mapping[str, str]) -> Path:
-    """Write ``distil.md``; returns it.
-
-    Raises:
-        OutputError: the disk is full or refuses.
-    """
-    write_text_atomically(output / _TABLE, markdown(rows, facts))
-    return output / _TABLE

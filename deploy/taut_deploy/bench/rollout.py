@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +25,7 @@ from taut_deploy.errors import WorkerError
 from taut_deploy.files import write_text_atomically
 from taut_deploy.ports import free_port
 from taut_deploy.progress import Say
+from taut_deploy.serve.one_worker import until_ready
 from taut_deploy.serve.process import RestartPolicy, SupervisedProcess
 from taut_deploy.serve.supervise import gateway_child, is_ready
 
@@ -151,23 +152,14 @@ async def _started(
 
 
 async def _ready(
-    process: SupervisedProcess, run: asyncio.Task[None], wait: Any, limit_s: float
+    process: SupervisedProcess,
+    run: asyncio.Task[None],
+    wait: Coroutine[Any, Any, object],
+    limit_s: float,
 ) -> None:
-    ready = asyncio.ensure_future(wait)
-    try:
-        await asyncio.wait({run, ready}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-        if run.done():
-            run.result()
-        if not ready.done():
-            raise WorkerError(
-                f"{process.spec.name}: not ready within {limit_s:g} s (log: {process.spec.log}); "
-                "give a longer --start-s"
-            )
-        ready.result()
-        process.mark_ready()
-    finally:
-        ready.cancel()
-        await asyncio.gather(ready, return_exceptions=True)
+    spec = process.spec
+    late = f"{spec.name}: not ready within {limit_s:g} s (log: {spec.log}); give a longer --start-s"
+    await until_ready(process, run, wait, limit_s, late)
 
 
 async def _until_green(url: str) -> None:

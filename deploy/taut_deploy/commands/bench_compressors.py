@@ -1,18 +1,14 @@
 """``taut bench compressors``."""
 
-import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from taut_deploy.commands.bench_distil import Samples
+from taut_deploy.commands.bench_samples import Samples, open_place, tell
 from taut_deploy.commands.device import require_device
 from taut_deploy.commands.option_groups import with_groups
-from taut_deploy.commands.output import DeviceOption, JsonFlag, make_folder, print_json, say
-from taut_deploy.home import TautHome
-from taut_deploy.models import ModelStore
+from taut_deploy.commands.output import DeviceOption, JsonFlag, make_folder, say
 
 
 @with_groups
@@ -46,26 +42,17 @@ def compressors(
     the base on --text. Rows that are in the output are not measured again.
     """
     from taut_deploy.bench.compressors import Plan, choose_grids, measure, parse_rivals
-    from taut_deploy.bench.compressors_report import write_table
-    from taut_deploy.bench.distil_students import Place
-    from taut_deploy.bench.serve_report import describe_host
+    from taut_deploy.bench.compressors_report import RESULTS, markdown
+    from taut_deploy.bench.serve_report import describe_run
 
     require_device(device)
     rivals = parse_rivals(rival or [])
     work = (output / "work") if work is None else work
     for folder in (output, work):
         make_folder(folder)
-    home = TautHome.from_environment()
-    record = ModelStore(home.models).fetch(model)
+    place = open_place(model, samples, device)
     told = (lambda _: None) if as_json else say
-    grids = choose_grids(formats, Path(record.path), told)
-    calibrated = (samples.calibration, samples.calibration_sequences, samples.sequence_length)
-    place = Place(record, *calibrated, home.root, device)
+    grids = choose_grids(formats, Path(place.base.path), told)
     plan = Plan(place, text, samples.sequences, grids, rivals, work, output.absolute())
     rows = measure(plan, told)
-    facts = {"command": f"taut {' '.join(sys.argv[1:])}", **describe_host()}
-    table = write_table(output, rows, facts)
-    if as_json:
-        print_json([asdict(row) for row in rows])
-        return
-    typer.echo(table.read_text(encoding="utf-8"))
+    tell(RESULTS.write_table(output, markdown(rows, describe_run())), rows, as_json=as_json)

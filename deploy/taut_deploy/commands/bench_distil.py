@@ -1,18 +1,16 @@
 """``taut bench distil``."""
 
-import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from taut_deploy.commands.bench_samples import Samples, open_place, tell
 from taut_deploy.commands.device import require_device
 from taut_deploy.commands.option_groups import with_groups
-from taut_deploy.commands.output import DeviceOption, JsonFlag, make_folder, print_json, say
+from taut_deploy.commands.output import DeviceOption, JsonFlag, make_folder, say
 from taut_deploy.errors import MeasureError
-from taut_deploy.home import TautHome
-from taut_deploy.models import ModelStore
 
 
 @dataclass(frozen=True)
@@ -23,22 +21,6 @@ class Budget:
         float | None, typer.Option(min=1.0, help="Seconds of training for each student.")
     ] = None
     tokens: Annotated[int | None, typer.Option(min=1, help="Tokens to train on instead.")] = None
-
-
-@dataclass(frozen=True)
-class Samples:
-    """What students are calibrated and judged on."""
-
-    calibration: Annotated[str, typer.Option(help="corpus, articles or a text file.")] = "corpus"
-    calibration_sequences: Annotated[int, typer.Option(min=1)] = 128
-    fit_steps: Annotated[
-        int,
-        typer.Option(
-            min=0, max=200, help="Steps that fit a student to each block's output; for a GPU."
-        ),
-    ] = 0
-    sequences: Annotated[int, typer.Option(min=1, help="Sequences to judge on.")] = 64
-    sequence_length: Annotated[int, typer.Option(min=16, help="Tokens of each.")] = 512
 
 
 @dataclass(frozen=True)
@@ -67,6 +49,12 @@ def distil(
     budget: Budget,
     only: Annotated[str, typer.Option(help="Students with commas, or all.")] = "all",
     samples: Samples,
+    fit_steps: Annotated[
+        int,
+        typer.Option(
+            min=0, max=200, help="Steps that fit a student to each block's output; for a GPU."
+        ),
+    ] = 0,
     steps: Steps,
     work: Annotated[
         Path | None, typer.Option(file_okay=False, help="Folder of the students.")
@@ -83,10 +71,9 @@ def distil(
     passage with --text is refused. Rows that are in the output are not measured again.
     """
     from taut_deploy.bench.distil import Plan, choose_students, measure
-    from taut_deploy.bench.distil_report import write_table
-    from taut_deploy.bench.distil_students import Place
+    from taut_deploy.bench.distil_report import RESULTS, markdown
     from taut_deploy.bench.distil_texts import parse_text_sets
-    from taut_deploy.bench.serve_report import describe_host
+    from taut_deploy.bench.serve_report import describe_run
 
     require_device(device)
     if (budget.seconds is None) == (budget.tokens is None):
@@ -95,18 +82,10 @@ def distil(
     work = (output / "students") if work is None else work
     for folder in (output, work):
         make_folder(folder)
-    home = TautHome.from_environment()
-    record = ModelStore(home.models).fetch(model)
-    calibrated = (samples.calibration, samples.calibration_sequences, samples.sequence_length)
-    place = Place(record, *calibrated, home.root, device, samples.fit_steps)
+    place = open_place(model, samples, device, fit_steps)
     judged = (text, samples.sequences, tuple(sets), students, budget.seconds, budget.tokens)
     plan = Plan(
         place, *judged, steps.batch_size, steps.micro_batch, steps.self_sequences, work, output
     )
     rows = measure(plan, (lambda _: None) if as_json else say)
-    facts = {"command": f"taut {' '.join(sys.argv[1:])}", **describe_host()}
-    table = write_table(output, rows, facts)
-    if as_json:
-        print_json([asdict(row) for row in rows])
-        return
-    typer.echo(table.read_text(encoding="utf-8"))
+    tell(RESULTS.write_table(output, markdown(rows, describe_run())), rows, as_json=as_json)

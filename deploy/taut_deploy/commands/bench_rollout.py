@@ -2,8 +2,6 @@
 
 import asyncio
 import os
-import shlex
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -126,9 +124,9 @@ def _make_new_folder(output: Path) -> None:
 
 def _tell(found: "Rehearsal", harm: str, output: Path, as_json: bool) -> None:
     from taut_deploy.bench.rollout_report import document, markdown, write
-    from taut_deploy.bench.serve_report import describe_host
+    from taut_deploy.bench.serve_report import describe_run
 
-    facts = {"command": f"taut {shlex.join(sys.argv[1:])}", "harm": harm, **describe_host()}
+    facts = {**describe_run(), "harm": harm}
     files = write(found, facts, output)
     if as_json:
         print_json(document(found, facts))

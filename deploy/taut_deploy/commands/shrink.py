@@ -1,6 +1,5 @@
 """``taut shrink``."""
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -139,7 +138,7 @@ def shrink(
     same command again goes on, and another policy judges the figures that are there.
     """
     from taut_deploy.attestation import read_signer
-    from taut_deploy.bench.serve_report import describe_host
+    from taut_deploy.bench.serve_report import describe_run
     from taut_deploy.frontier import report as results
     from taut_deploy.frontier.candidates import chosen_recipes
     from taut_deploy.frontier.walk import search as find
@@ -151,8 +150,7 @@ def shrink(
     request = _request(question, size, search, sampling, serving, access, recipes)
     with progress_reporter(quiet=as_json) as progress:
         found = find(request, left_out, progress, (lambda _: None) if as_json else say)
-    facts = {"command": f"taut {' '.join(sys.argv[1:])}", **describe_host()}
-    content = results.write(request, found, facts)
+    content = results.write(request, found, describe_run())
     if signer is not None and found.checkpoint is not None:
         sign_recorded(found.checkpoint, signer)
     if as_json:

@@ -1,8 +1,8 @@
 """One worker started for a question and stopped when it is answered."""
 
 import asyncio
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 from taut_deploy.cache.golden_prompt import ask_until_ready
 from taut_deploy.checkpoint import Golden
@@ -11,6 +11,39 @@ from taut_deploy.progress import Say
 from taut_deploy.serve.process import ChildSpec, RestartPolicy, SupervisedProcess
 
 Answer = TypeVar("Answer")
+
+
+async def until_ready(
+    process: SupervisedProcess,
+    run: asyncio.Task[None],
+    ready: Coroutine[Any, Any, object],
+    limit_s: float,
+    late: str,
+) -> None:
+    """Wait until a process that was started is ready, and mark it so.
+
+    Args:
+        process: the child.
+        run: its :meth:`~SupervisedProcess.run`.
+        ready: ends when it is ready.
+        limit_s: longest wait, seconds.
+        late: message where that is over.
+
+    Raises:
+        WorkerError: it ended before, or is not ready in time.
+    """
+    waiting = asyncio.create_task(ready)
+    try:
+        await asyncio.wait({run, waiting}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        if run.done():
+            run.result()
+        if not waiting.done():
+            raise WorkerError(late)
+        waiting.result()
+        process.mark_ready()
+    finally:
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
 
 
 async def ask_one_worker(
@@ -39,19 +72,10 @@ async def ask_one_worker(
     """
     process = SupervisedProcess(child, say, RestartPolicy(failures_before_ready=1))
     run = asyncio.create_task(process.run())
-    ready = asyncio.create_task(ask_until_ready(url, name, golden))
+    late = f"no answer within {timeout_s:.0f} s (log: {child.log}); give a longer --timeout"
     try:
-        await asyncio.wait({run, ready}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        if run.done():
-            run.result()
-        if not ready.done():
-            raise WorkerError(
-                f"no answer within {timeout_s:.0f} s (log: {child.log}); give a longer --timeout"
-            )
-        ready.result()
-        process.mark_ready()
+        await until_ready(process, run, ask_until_ready(url, name, golden), timeout_s, late)
         return await asyncio.to_thread(question)
     finally:
-        for task in (ready, run):
-            task.cancel()
-        await asyncio.gather(ready, run, return_exceptions=True)
+        run.cancel()
+        await asyncio.gather(run, return_exceptions=True)
