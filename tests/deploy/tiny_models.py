@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import yaml
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from validate_setup import VOCABULARY, write_text, write_tokenizer
 
 from taut_deploy.compress.driver import CompressionJob
@@ -59,6 +59,16 @@ def write_llama(
     limits = {} if shard_bytes is None else {"max_shard_size": shard_bytes}
     model.to(dtype).save_pretrained(path, **limits)
     write_tokenizer(path)
+    return path
+
+
+def write_llama_with_idle_block(path: Path, share: float) -> Path:
+    """A model of three blocks, what the second one writes multiplied by ``share``."""
+    write_llama(path, layers=3)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    for part in (model.model.layers[1].self_attn.o_proj, model.model.layers[1].mlp.down_proj):
+        part.weight.data *= share
+    model.save_pretrained(path)
     return path
 
 

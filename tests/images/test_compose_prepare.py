@@ -133,25 +133,6 @@ def check_rollout(written, compressed, prepare):
     assert f"rollout:{settings.rollout.directory}" in services["gateway"]["volumes"]
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("models: []", "models: expected the sections guard and rollout only"),
-        ("guard: 1", "guard: expected a mapping"),
-        ("rollout: {store: redis}", "rollout.store: compose keeps the journal in a volume"),
-        ("- a", "expected a mapping"),
-    ],
-)
-def test_wrong_rollout_sections_are_named_in_one_line(
-    prepare, tmp_path, monkeypatch, content, message
-):
-    (tmp_path / "mine.yaml").write_text(content)
-    monkeypatch.setattr(prepare, "ROLLOUT_SETTINGS", tmp_path / "mine.yaml")
-    with pytest.raises(RecipeError, match=f"TAUT_ROLLOUT_CONFIG: {message}") as refused:
-        prepare.rollout_sections()
-    assert "\n" not in str(refused.value)
-
-
 def test_baseline_is_asked_for_by_the_name_its_worker_gives_it(prepare):
     services = yaml.safe_load((COMPOSE.parent / "compose.yaml").read_text())["services"]
     for worker in ("worker-baseline", "worker-baseline-gpu"):
@@ -191,22 +172,37 @@ def test_text_that_cannot_be_had_is_named_in_one_line(
     assert not (tmp_path / "validation.txt").exists()
 
 
+WRONG_SECTIONS = {
+    ("GATEWAY", "gateway"): {
+        "models: []": "models: compose makes this section itself",
+        "listen: {port: 1}": "listen: compose makes this section itself",
+        "- a": "expected a mapping",
+        "a: [": "not valid YAML",
+    },
+    ("ROLLOUT", "rollout"): {
+        "models: []": "models: expected the sections guard and rollout only",
+        "guard: 1": "guard: expected a mapping",
+        "rollout: {store: redis}": "rollout.store: compose keeps the journal in a volume",
+        "- a": "expected a mapping",
+    },
+}
+
+
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("file", "reader", "content", "message"),
     [
-        ("models: []", "models: compose makes this section itself"),
-        ("listen: {port: 1}", "listen: compose makes this section itself"),
-        ("- a", "expected a mapping"),
-        ("a: [", "not valid YAML"),
+        (file, reader, content, message)
+        for (file, reader), cases in WRONG_SECTIONS.items()
+        for content, message in cases.items()
     ],
 )
-def test_wrong_gateway_sections_are_named_in_one_line(
-    prepare, tmp_path, monkeypatch, content, message
+def test_wrong_sections_are_named_in_one_line(
+    prepare, tmp_path, monkeypatch, file, reader, content, message
 ):
     (tmp_path / "mine.yaml").write_text(content)
-    monkeypatch.setattr(prepare, "GATEWAY_SETTINGS", tmp_path / "mine.yaml")
-    with pytest.raises(RecipeError, match=f"TAUT_GATEWAY_CONFIG: {message}") as refused:
-        prepare.gateway_sections()
+    monkeypatch.setattr(prepare, f"{file}_SETTINGS", tmp_path / "mine.yaml")
+    with pytest.raises(RecipeError, match=f"TAUT_{file}_CONFIG: {message}") as refused:
+        getattr(prepare, f"{reader}_sections")()
     assert "\n" not in str(refused.value)
 
 

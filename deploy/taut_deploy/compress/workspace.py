@@ -7,7 +7,7 @@ place after everything it stands for.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +95,14 @@ class Workspace:
         """The result of a step, or None if it is not done."""
         path = self._state / f"{name}.json"
         return read_json(path, OutputError) if path.is_file() else None
+
+    def once(self, name: str, make: Callable[[], Any]) -> Any:
+        """The result of a step, made and committed where it is not done."""
+        value = self.committed(name)
+        if value is None:
+            value = make()
+            self.commit(name, value)
+        return value
 
     def publish(self) -> None:
         """Rename the finished checkpoint into its place.

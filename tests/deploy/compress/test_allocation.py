@@ -15,7 +15,7 @@ from tiny_models import (
     pruned_data,
     recipe_data,
     write_calibration_text,
-    write_llama,
+    write_llama_with_idle_block,
 )
 from transformers import AutoModelForCausalLM
 
@@ -118,11 +118,7 @@ def test_the_choice_against_all_choices(seed):
 def room(tmp_path_factory):
     """``model/`` of three blocks, the second of them nearly the identity, and ``text.txt``."""
     path = tmp_path_factory.mktemp("room")
-    write_llama(path / "model", layers=3)
-    model = AutoModelForCausalLM.from_pretrained(path / "model")
-    for part in (model.model.layers[1].self_attn.o_proj, model.model.layers[1].mlp.down_proj):
-        part.weight.data *= 1e-2
-    model.save_pretrained(path / "model")
+    write_llama_with_idle_block(path / "model", 1e-2)
     write_calibration_text(path / "text.txt")
     return path
 

@@ -8,7 +8,13 @@ import random
 import pytest
 import torch
 from stood_for import logits_of
-from tiny_models import job_for, make_recipe, recipe_data, write_calibration_text, write_llama
+from tiny_models import (
+    job_for,
+    make_recipe,
+    recipe_data,
+    write_calibration_text,
+    write_llama_with_idle_block,
+)
 from transformers import AutoModelForCausalLM
 
 from taut_deploy.checkpoint import read_manifest, verify
@@ -89,11 +95,7 @@ def test_an_option_that_is_larger_and_no_better_is_never_on_the_hull():
 def room(tmp_path_factory):
     """``model/`` of three blocks, the second of them nearly the identity, and ``text.txt``."""
     path = tmp_path_factory.mktemp("room")
-    write_llama(path / "model", layers=3)
-    model = AutoModelForCausalLM.from_pretrained(path / "model")
-    for part in (model.model.layers[1].self_attn.o_proj, model.model.layers[1].mlp.down_proj):
-        part.weight.data *= 1e-3
-    model.save_pretrained(path / "model")
+    write_llama_with_idle_block(path / "model", 1e-3)
     write_calibration_text(path / "text.txt")
     return path
 

@@ -54,8 +54,8 @@ class Allocation:
             tokens: makes those of the calibration, [B, T].
             progress: told each block before it is scored.
         """
-        scores = workspace.committed(_SCORES)
-        if scores is None:
+
+        def score() -> list[dict[str, float]]:
             ranked = isinstance(self.recipe.stages[self.index], Factorize)
             scoring = Scoring(
                 self.stream,
@@ -64,8 +64,9 @@ class Allocation:
                 observed=_SPECTRUM_SEQUENCES if ranked else SEQUENCES,
                 with_hessian=ranked,
             )
-            scores = [score.losses for score in scoring.run(progress)]
-            workspace.commit(_SCORES, scores)
+            return [one.losses for one in scoring.run(progress)]
+
+        scores = workspace.once(_SCORES, score)
         return self._resolved(allocate(self.units, scores), scores)
 
     def _resolved(

@@ -55,12 +55,13 @@ class Mixing:
         Raises:
             RecipeError: the target cannot be met.
         """
-        scores = workspace.committed(_SCORES)
-        if scores is None:
+
+        def score() -> list[dict[str, Any]]:
             scoring = Scoring(self.stream, tokens(), self.units)
-            scores = [score.as_json() for score in scoring.run(progress)]
-            workspace.commit(_SCORES, scores)
-        losses = [score["losses"] for score in scores]
+            return [one.as_json() for one in scoring.run(progress)]
+
+        scores = workspace.once(_SCORES, score)
+        losses = [one["losses"] for one in scores]
         choice = choose(self.stage, self.units, losses, self.shapes, self.other_bytes)
         recipe = resolved(self.recipe, self.stage, self.units, choice)
         return recipe, {"mixture": choice.as_json()}

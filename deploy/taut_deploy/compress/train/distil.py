@@ -132,13 +132,13 @@ class _Run:
         self, when: str, workspace: Workspace, student: Student, objective: Objective
     ) -> dict[str, float]:
         """The held-out loss, computed once and kept."""
-        kept = workspace.committed(f"judged-{when}")
-        if kept is None:
+
+        def judged() -> dict[str, float]:
             student.model.eval()
             batch = self._job.settings.micro_batch
-            kept = judge(objective, self._text.held_out, batch, self._job.device)
-            workspace.commit(f"judged-{when}", kept)
-        return dict(kept)
+            return judge(objective, self._text.held_out, batch, self._job.device)
+
+        return dict(workspace.once(f"judged-{when}", judged))
 
     def _described(self) -> dict[str, Any]:
         """The recipe as run: what made the student, and one stage more."""
