@@ -40,11 +40,9 @@ async def parse(data: bytes) -> Any:
         ValueError: it is no JSON.
         RecursionError: it is nested too deeply.
     """
-    return json.loads(data) if len(data) <= SMALL_BYTES else await asyncio.to_thread(_loads, data)
-
-
-def _loads(data: bytes) -> Any:
-    return json.loads(data)
+    if len(data) <= SMALL_BYTES:
+        return json.loads(data)
+    return await asyncio.to_thread(json.loads, data)
 
 
 async def distributions_of(data: bytes, prompt: int, total: int) -> list[Distribution]:

@@ -8,22 +8,20 @@ let key = "";
 let asked = null;
 let state = null;
 
-async function ask(method, path, body) {
+async function call(method, path, body, signal) {
   const headers = { "content-type": "application/json" };
   if (key) headers.authorization = `Bearer ${key}`;
-  const answer = await fetch(path, { method, headers, body: body && JSON.stringify(body) });
-  const document_ = await answer.json();
+  const answer = await fetch(path, { method, headers, body: body && JSON.stringify(body), signal });
   if (answer.status === 401 || answer.status === 403) find("key-form").hidden = false;
-  if (!answer.ok) throw new Error(document_.error?.message ?? `status ${answer.status}`);
-  return document_;
+  if (!answer.ok) throw new Error((await answer.json()).error?.message ?? `status ${answer.status}`);
+  return answer;
 }
+
+const ask = async (method, path, body) => (await call(method, path, body)).json();
 
 // Calls tell with every event of a stream.
 async function follow(path, body, signal, tell) {
-  const headers = { "content-type": "application/json" };
-  if (key) headers.authorization = `Bearer ${key}`;
-  const answer = await fetch(path, { method: "POST", headers, body: JSON.stringify(body), signal });
-  if (!answer.ok) throw new Error((await answer.json()).error?.message ?? `status ${answer.status}`);
+  const answer = await call("POST", path, body, signal);
   let rest = "";
   for await (const text of answer.body.pipeThrough(new TextDecoderStream())) {
     const events = (rest + text).split("\n\n");
