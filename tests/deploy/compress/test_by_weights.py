@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from killed_at_block import compress_or_die
 from stood_for import logits_of
 from tiny_models import job_for, recipe_data, write_calibration_text, write_llama, write_recipe
 from transformers import AutoModelForCausalLM
@@ -100,7 +101,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes_and_leaves_no_process(room, tmp_
 
 def test_a_process_that_is_killed_is_told_and_finished_blocks_stay(room, tmp_path, monkeypatch):
     request = job(room, tmp_path / "out", 1)
-    monkeypatch.setattr(by_weights, "_compress", _killed_at_block_2)
+    monkeypatch.setattr(by_weights, "_compress", compress_or_die)
     with pytest.raises(OutputError, match=r"--workers 1: a process ended .* run again with fewer"):
         driver.compress(request)
     monkeypatch.undo()
@@ -108,12 +109,6 @@ def test_a_process_that_is_killed_is_told_and_finished_blocks_stay(room, tmp_pat
     assert len(list(state.glob("block-*.json"))) == 2
     driver.compress(request)
     assert content(tmp_path / "out") == content(room / "whole")
-
-
-def _killed_at_block_2(index: int):
-    if index == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return by_weights._processes[0].compress(index)
 
 
 @pytest.mark.parametrize(
