@@ -44,10 +44,10 @@ ALONE = (
     "deploy/test_serve_process.py",
     "deploy/test_validate_latency.py",
     "deploy/test_validate_latency_job.py",
+    "service/test_faults_named.py",
     "service/test_faults_overload.py",
-    "service/test_framing.py",
-    "service/test_goodput.py",
-    "service/test_redis_limits.py",
+    "service/test_json_bounds.py",
+    "service/test_liveness.py",
 )
 """Of these folders, what measures times: a neighbour would be measured with it."""
 SLOWEST = ("--durations=12", "--durations-min=4")
