@@ -10,7 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from taut_deploy.commands.option_groups import with_groups
-from taut_deploy.commands.output import JsonFlag, megabytes, print_json, say
+from taut_deploy.commands.options import JsonFlag
+from taut_deploy.commands.output import megabytes, print_json, say
 from taut_deploy.commands.worker_options import (
     CompileCache,
     ContextOptions,

@@ -7,8 +7,9 @@ from typing import Annotated
 import typer
 
 from taut_deploy.checkpoint import is_checkpoint
+from taut_deploy.commands.given_model import announce_code
 from taut_deploy.commands.option_groups import with_groups
-from taut_deploy.commands.output import TrustRemoteCodeFlag, announce_code
+from taut_deploy.commands.options import TrustRemoteCodeFlag, VllmArguments
 from taut_deploy.commands.worker_options import (
     ApiOptions,
     ContextOptions,
@@ -30,9 +31,7 @@ def worker(
     checkpoint: Annotated[
         Path, typer.Argument(help="taut checkpoint, or an uncompressed model directory.")
     ],
-    vllm_args: Annotated[
-        list[str] | None, typer.Argument(help="After '--': arguments passed on to vLLM.")
-    ] = None,
+    vllm_args: VllmArguments = None,
     api: ApiOptions,
     context: ContextOptions,
     kv_cache_gib: KvCacheGib = 1,
