@@ -84,6 +84,13 @@ class Visitor(asyncio.Protocol):
         self.first_event: asyncio.Future[bool] | None = None
         self._parser: httptools.HttpResponseParser | None = None
 
+    @classmethod
+    async def connected(cls, load: Load, port: int, request: bytes) -> Visitor:
+        """Connect to a server on this machine; nothing is asked yet."""
+        loop = asyncio.get_running_loop()
+        _, visitor = await loop.create_connection(lambda: cls(load, request), HOST, port)
+        return visitor
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport."""
         self.transport = cast("asyncio.Transport", transport)
@@ -176,10 +183,7 @@ class ClosedLoop:
         return self.tally
 
     async def _enter(self) -> None:
-        loop = asyncio.get_running_loop()
-        _, visitor = await loop.create_connection(
-            lambda: Visitor(self, self._request), HOST, self._port
-        )
+        visitor = await Visitor.connected(self, self._port, self._request)
         self._visitors.add(visitor)
         visitor.ask()
 
@@ -259,10 +263,7 @@ class OpenLoop:
         return self.tally
 
     async def _connect(self) -> Visitor:
-        loop = asyncio.get_running_loop()
-        _, visitor = await loop.create_connection(
-            lambda: Visitor(self, self._request), HOST, self._port
-        )
+        visitor = await Visitor.connected(self, self._port, self._request)
         self._all.add(visitor)
         return visitor
 
@@ -287,9 +288,8 @@ class Single:
 
     async def ask(self, port: int, request: bytes) -> Visitor:
         """Connect and send; ``first_event`` becomes True at an event, False if none can come."""
-        loop = asyncio.get_running_loop()
-        _, visitor = await loop.create_connection(lambda: Visitor(self, request), HOST, port)
-        visitor.first_event = loop.create_future()
+        visitor = await Visitor.connected(self, port, request)
+        visitor.first_event = asyncio.get_running_loop().create_future()
         visitor.ask()
         return visitor
 

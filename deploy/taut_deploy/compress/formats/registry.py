@@ -106,7 +106,7 @@ def weight_format(
     Args:
         stage: of the recipe.
         input_sizes: K of the layers it stores.
-        dtype: of the model's weights, which plain scales have too.
+        dtype: of the model's weights, which plain scales, factors and books have too.
 
     Raises:
         RecipeError: no allowed group size divides every K.
