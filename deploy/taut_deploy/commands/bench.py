@@ -14,7 +14,7 @@ from taut_deploy.commands.bench_compressors import compressors
 from taut_deploy.commands.bench_distil import distil
 from taut_deploy.commands.bench_rollout import rollout
 from taut_deploy.commands.options import JsonFlag, ResultsFolder
-from taut_deploy.commands.output import make_folder, print_json, print_results, say
+from taut_deploy.commands.output import line_reporter, make_folder, print_json, print_results, say
 from taut_deploy.errors import MeasureError, WorkerError
 
 _KERNEL_GROUPS = (
@@ -203,7 +203,7 @@ def gateway(
     make_folder(output)
     place = cache.resolve() if cache else output.parent / f"{output.name}-rivals"
     plan = Plan(systems, chosen, rounds, seconds, output, place)
-    found = measure(plan, absent, (lambda _: None) if as_json else say)
+    found = measure(plan, absent, line_reporter(quiet=as_json))
     print_results(document(found), markdown(found), write(found, output), as_json=as_json)
 
 
@@ -212,5 +212,5 @@ def _bench_guard(rounds: int, seconds: float, output: Path, *, as_json: bool) ->
     from taut_deploy.bench.gateway_guard_report import document, markdown, write
 
     make_folder(output)
-    found = compare(rounds, seconds, (lambda _: None) if as_json else say)
+    found = compare(rounds, seconds, line_reporter(quiet=as_json))
     print_results(document(found), markdown(found), write(found, output), as_json=as_json)

@@ -9,7 +9,7 @@ from taut_deploy.commands.bench_samples import Samples, make_folders, open_place
 from taut_deploy.commands.device import require_device
 from taut_deploy.commands.option_groups import with_groups
 from taut_deploy.commands.options import DeviceOption, JsonFlag, ModelArgument, ResultsFolder
-from taut_deploy.commands.output import say
+from taut_deploy.commands.output import line_reporter
 
 
 @with_groups
@@ -48,7 +48,7 @@ def compressors(
     rivals = parse_rivals(rival or [])
     work = make_folders(output, work, "work")
     place = open_place(model, samples, device)
-    told = (lambda _: None) if as_json else say
+    told = line_reporter(quiet=as_json)
     grids = choose_grids(formats, Path(place.base.path), told)
     plan = Plan(place, text, samples.sequences, grids, rivals, work, output.absolute())
     rows = measure(plan, told)

@@ -10,7 +10,7 @@ from taut_deploy.commands.bench_samples import Samples, make_folders, open_place
 from taut_deploy.commands.device import require_device
 from taut_deploy.commands.option_groups import with_groups
 from taut_deploy.commands.options import DeviceOption, JsonFlag, ModelArgument, ResultsFolder
-from taut_deploy.commands.output import say
+from taut_deploy.commands.output import line_reporter
 from taut_deploy.errors import MeasureError
 
 
@@ -91,5 +91,5 @@ def distil(
     plan = Plan(
         place, *judged, steps.batch_size, steps.micro_batch, steps.self_sequences, work, output
     )
-    rows = measure(plan, (lambda _: None) if as_json else say)
+    rows = measure(plan, line_reporter(quiet=as_json))
     tell(RESULTS.write_table(output, markdown(rows, describe_run())), rows, as_json=as_json)

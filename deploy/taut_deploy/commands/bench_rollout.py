@@ -10,10 +10,9 @@ import typer
 
 from taut_deploy.commands.option_groups import with_groups
 from taut_deploy.commands.options import JsonFlag, ResultsFolder, VllmArguments
-from taut_deploy.commands.output import make_folder, print_results, say
+from taut_deploy.commands.output import line_reporter, make_folder, print_results
 from taut_deploy.commands.worker_options import KvCacheGib
 from taut_deploy.errors import OutputError
-from taut_deploy.progress import Say
 from taut_deploy.worker import WorkerSpec
 
 if TYPE_CHECKING:
@@ -99,7 +98,7 @@ def rollout(
     from taut_deploy.bench.rollout_harm import Harm, harmed_copy
     from taut_deploy.bench.rollout_traffic import Load, read_prompts
 
-    told: Say = (lambda _: None) if as_json else say
+    told = line_reporter(quiet=as_json)
     sections = fleet.read_sections(gateway)
     asked = Load(read_prompts(load.prompts), load.concurrency, load.tokens)
     baseline, candidate, output = baseline.resolve(), candidate.resolve(), output.resolve()

@@ -10,6 +10,7 @@ import typer
 from taut_deploy.checkpoint import Manifest
 from taut_deploy.errors import OutputError
 from taut_deploy.files import place_not_finite
+from taut_deploy.progress import Say
 
 
 def print_json(value: Any) -> None:
@@ -65,6 +66,11 @@ def print_results(document: Any, text: str, files: Iterable[object], *, as_json:
     typer.echo(text)
     for file in files:
         say(f"wrote {file}")
+
+
+def line_reporter(*, quiet: bool) -> Say:
+    """:func:`say`, or what says nothing."""
+    return (lambda _: None) if quiet else say
 
 
 def made_checkpoint(output: Path, manifest: Manifest) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from taut_deploy.commands.options import (
     RequantizeFlag,
     TrustRemoteCodeFlag,
 )
-from taut_deploy.commands.output import print_json, say
+from taut_deploy.commands.output import line_reporter, print_json, say
 from taut_deploy.commands.validate_options import NO_TEXT, Sampling
 from taut_deploy.errors import RecipeError
 from taut_deploy.files import checked_output
@@ -126,7 +126,7 @@ def shrink(
     recipes, left_out = chosen_recipes(tuple(search.recipe or ()))
     request = _request(question, search, sampling, machines, recipes)
     with progress_reporter(quiet=as_json) as progress:
-        found = find(request, left_out, progress, (lambda _: None) if as_json else say)
+        found = find(request, left_out, progress, line_reporter(quiet=as_json))
     content = results.write(request, found, describe_run())
     if signer is not None and found.checkpoint is not None:
         sign_recorded(found.checkpoint, signer)

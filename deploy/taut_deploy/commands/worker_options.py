@@ -1,5 +1,6 @@
 """The options of a worker, in groups that ``taut worker`` and ``taut cache`` share."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, cast
@@ -8,7 +9,7 @@ import typer
 
 from taut_deploy.errors import WorkerError
 from taut_deploy.recorded_hashes import Verification
-from taut_deploy.worker import LOOPBACK, KernelMode, asked_for
+from taut_deploy.worker import LOOPBACK, KernelMode, WorkerSpec, asked_for
 
 CompileCache = Annotated[
     Path | None,
@@ -136,3 +137,34 @@ class KernelOptions:
         return asked_for(
             "decode-attention", given=self.decode_attention, refused=self.no_decode_attention
         )
+
+
+def worker_spec(
+    checkpoint: Path,
+    extra: Iterable[str],
+    context: ContextOptions,
+    kernels: KernelOptions,
+    kv_cache_gib: int = 1,
+) -> WorkerSpec:
+    """What a worker computes and with what, whoever starts it.
+
+    Args:
+        checkpoint: or another model directory.
+        extra: arguments for vLLM.
+        context: how much it holds.
+        kernels: which it runs.
+        kv_cache_gib: on a CPU, memory for the KV cache.
+
+    Raises:
+        WorkerError: an option has a wrong value.
+    """
+    return WorkerSpec(
+        checkpoint=checkpoint,
+        max_model_len=context.max_model_len,
+        kv_cache_dtype=context.kv_cache_dtype,
+        kernels=kernels.mode(),
+        fused_ops=kernels.fused(),
+        decode_attention=kernels.attention(),
+        kv_cache_gib=kv_cache_gib,
+        extra=tuple(extra),
+    )
