@@ -18,36 +18,10 @@ from taut_service.http.sse import Usage
 from taut_service.watch.families import STATUS_CLASSES, Families
 from taut_service.watch.gauges import Gauges, Source
 from taut_service.watch.scrape import Scrape
-from taut_service.watch.tally import Tallies
+from taut_service.watch.tally import CounterTally, Tallies
 
 UNKNOWN_MODEL = "unknown"
 """Label of requests that name no configured model."""
-
-
-class _Requests:
-    """Requests by their end, and how long the answered ones took.
-
-    Args:
-        tallies: stand before the children.
-        requests: family of the counts; its last label is the class of the status.
-        duration: family of the times.
-        labels: of these requests.
-    """
-
-    def __init__(
-        self, tallies: Tallies, requests: Counter, duration: Histogram, *labels: str
-    ) -> None:
-        self._by_status = {
-            status: tallies.counter(requests.labels(*labels, status)) for status in STATUS_CLASSES
-        }
-        self._duration = tallies.histogram(duration.labels(*labels))
-
-    def answered(self, status: int, seconds: float) -> None:
-        self._by_status[STATUS_CLASSES[status // 100 - 2]].inc()
-        self._duration.observe(seconds)
-
-    def abandoned(self) -> None:
-        self._by_status["disconnect"].inc()
 
 
 class ModelMetrics:
@@ -81,9 +55,8 @@ class RouteMetrics:
     def __init__(self, families: Families, of_model: ModelMetrics, model: str, route: str) -> None:
         counter, histogram = families.tallies.counter, families.tallies.histogram
         self._model = of_model
-        self._requests = _Requests(
-            families.tallies, families.requests, families.duration, model, route
-        )
+        self._requests = _by_status(families.tallies, families.requests, model, route)
+        self._duration = histogram(families.duration.labels(model, route))
         self._first_token = histogram(families.first_token.labels(model, route))
         self._inter_token = histogram(families.inter_token.labels(model, route))
         self._disconnects = counter(families.disconnects.labels(model, route))
@@ -96,14 +69,15 @@ class RouteMetrics:
             seconds: from arrival to the last byte.
             usage: tokens, where the worker told.
         """
-        self._requests.answered(status, seconds)
+        self._requests[STATUS_CLASSES[status // 100 - 2]].inc()
+        self._duration.observe(seconds)
         if usage is not None:
             self._model.prompt_tokens.inc(usage.prompt_tokens)
             self._model.generated_tokens.inc(usage.completion_tokens)
 
     def abandoned(self) -> None:
         """Count one request whose client left."""
-        self._requests.abandoned()
+        self._requests["disconnect"].inc()
         self._disconnects.inc()
 
     def waited(self, seconds: float) -> None:
@@ -140,9 +114,8 @@ class VariantMetrics:
 
     def __init__(self, families: Families, model: str, variant: str) -> None:
         counter, histogram = families.tallies.counter, families.tallies.histogram
-        self._requests = _Requests(
-            families.tallies, families.variant_requests, families.variant_duration, model, variant
-        )
+        self._requests = _by_status(families.tallies, families.variant_requests, model, variant)
+        self._duration = histogram(families.variant_duration.labels(model, variant))
         self._first_token = histogram(families.variant_first_token.labels(model, variant))
         self._per_token = histogram(families.variant_per_token.labels(model, variant))
         self._prompt_tokens = counter(families.variant_prompt_tokens.labels(model, variant))
@@ -166,11 +139,12 @@ class VariantMetrics:
             usage: tokens, where the worker told.
         """
         if status:
-            self._requests.answered(status, seconds)
+            self._requests[STATUS_CLASSES[status // 100 - 2]].inc()
+            self._duration.observe(seconds)
             if self.listener is not None:
                 self.listener.finished(status)
         else:
-            self._requests.abandoned()
+            self._requests["disconnect"].inc()
         if usage is not None:
             self._prompt_tokens.inc(usage.prompt_tokens)
             self._generated_tokens.inc(usage.completion_tokens)
@@ -334,6 +308,11 @@ class Metrics:
         """Return the text format, version 0.0.4, written off the event loop."""
         self.families.tallies.bring_in()
         return await self._scrape.text()
+
+
+def _by_status(tallies: Tallies, family: Counter, *labels: str) -> dict[str, CounterTally]:
+    """Children of a family whose last label is the class of a status."""
+    return {status: tallies.counter(family.labels(*labels, status)) for status in STATUS_CLASSES}
 
 
 def _forget(labels: tuple[str, ...], *families: Counter | Histogram) -> None:
