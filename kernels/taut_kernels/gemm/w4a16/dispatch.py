@@ -42,6 +42,20 @@ def tile_of(choice: tiles_wgmma.Choice, call: Call) -> Tile | Literal["dense"]:
     return tiles_decode.lookup(gpu, call.N, call.K, token_tiles, call.weights, hopper=hopper)
 
 
+def chosen(call: Call) -> Tile | Literal["dense"]:
+    """Return the tile that the tables or their rules choose for a call.
+
+    Args:
+        call: what to run.
+    """
+    choice: tiles_wgmma.Choice = "decode"
+    if call.M > ONE_TOKEN_TILE:
+        gpu, hopper = launcher.gpu_name(call.device), launcher.is_hopper(call.device)
+        bucket = tiles_wgmma.bucket_of(call.M)
+        choice = tiles_wgmma.lookup(gpu, call.N, call.K, bucket, call.weights, hopper=hopper)
+    return tile_of(choice, call)
+
+
 def plan(tile: Tile | Literal["dense"], call: Call) -> Runs:
     """Prepare a call.
 
