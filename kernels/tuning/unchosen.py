@@ -8,7 +8,7 @@ memory, and the constants of its launch are followed through the kernel's branch
 (:mod:`.jit_paths`). Printed are
 
 - statements of jit functions that no such launch compiles, and functions that none calls;
-- fields of tiles that have one value in all that is chosen: no choice at all.
+- flags of tiles that have one value in all that is chosen: no choice at all.
 
 What `taut tune` may try counts as chosen where that tile won on some shape and stands in a table.
 Exit 1 where something is printed.
@@ -230,8 +230,8 @@ def unreached(paths: Paths) -> list[Unreached]:
     return sorted(found)
 
 
-def idle_fields(tiles: Iterable[Any]) -> list[str]:
-    """Return the fields of tiles that have one value in everything chosen.
+def idle_flags(tiles: Iterable[Any]) -> list[str]:
+    """Return the flags of tiles that have one value in everything chosen.
 
     Args:
         tiles: of any classes; what is no dataclass has no fields.
@@ -239,7 +239,8 @@ def idle_fields(tiles: Iterable[Any]) -> list[str]:
     values: dict[str, set[Any]] = defaultdict(set)
     for tile in tiles:
         for field in dataclasses.fields(tile) if dataclasses.is_dataclass(tile) else ():
-            values[f"{type(tile).__name__}.{field.name}"].add(getattr(tile, field.name))
+            if isinstance(value := getattr(tile, field.name), bool):
+                values[f"{type(tile).__name__}.{field.name}"].add(value)
     single = {name: some for name, some in sorted(values.items()) if len(some) == 1}
     return [f"{name} is always {one!r}" for name, (one,) in single.items()]
 
@@ -251,13 +252,13 @@ def ask(*, wide: bool = False) -> tuple[list[Unreached], list[str]]:
         wide: as of :func:`w4a16_choices`.
 
     Returns:
-        Statements that nothing reaches, and fields that choose nothing.
+        Statements that nothing reaches, and flags that choose nothing.
     """
     paths, tiles = Paths(), set[Any]()
     for kernel, constants, tile in itertools.chain(chosen_launches(wide=wide), listed_launches()):
         paths.walk(kernel, constants)
         tiles.add(tile)
-    return unreached(paths), idle_fields(tiles)
+    return unreached(paths), idle_flags(tiles)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -265,12 +266,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     summary = __doc__.splitlines()[0] if __doc__ else ""
     parser = argparse.ArgumentParser(prog="python -m tuning.unchosen", description=summary)
     parser.add_argument("--wide", action="store_true", help="known models' products, too")
-    statements_left, fields_left = ask(wide=parser.parse_args(argv).wide)
-    for line in (*map(str, statements_left), *fields_left):
+    statements_left, flags_left = ask(wide=parser.parse_args(argv).wide)
+    for line in (*map(str, statements_left), *flags_left):
         sys.stdout.write(line + "\n")
     cost = sum(one.cost for one in statements_left)
-    sys.stdout.write(f"{cost} lines that nothing compiles, {len(fields_left)} idle fields\n")
-    return 1 if statements_left or fields_left else 0
+    sys.stdout.write(f"{cost} lines that nothing compiles, {len(flags_left)} idle flags\n")
+    return 1 if statements_left or flags_left else 0
 
 
 if __name__ == "__main__":
