@@ -54,11 +54,11 @@ def plan(tile: tiles_decode.DecodeTile, call: Call) -> OneProduct:
         tile: how to cut the work.
         call: what to prepare for.
     """
-    token_tiles = 1 if call.M <= 8 else 2
+    token_tiles = 1 if call.M <= tiles_decode.TOKENS else 2
     return plan_rows(
         _KERNEL,
         tile,
-        token_tiles,
+        (1, token_tiles),
         call,
         lambda pdl: launch_constants(tile, call.K, token_tiles, call.group, pdl=pdl),
     )

@@ -40,15 +40,12 @@ def launch_constants(
         "K": K,
         "GROUP_SIZE": group_size,
         "BLOCK_M": tile.block_m,
-        "REPS": tile.row_reps,
         "CHUNKS_PER_STEP": 1 if (K // 64) % 2 else tile.chunks_per_step,
         "SPLIT_K": tile.split_k,
         "REORDERED": tile.reordered,
         "EARLY_WAIT": tile.early_wait and hopper,
-        "AHEAD": tile.ahead,
         "PDL": hopper,
         "WARPS": tile.num_warps,
-        "STAGES": tile.num_stages,
     }
 
 
