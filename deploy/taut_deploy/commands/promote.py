@@ -25,6 +25,8 @@ Why = Annotated[str, typer.Option(help="For the audit log.")]
 
 DEFAULT_URL = "http://127.0.0.1:8001"
 _TIMEOUT_S = 30
+_AS_WANTED = 0.95
+"""Of the wished sample; less is told."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,13 @@ def status(admin: AdminApi, as_json: JsonFlag = False) -> None:
         return
     if not found["journal_up"]:
         typer.echo("the journal of rollouts is lost: nothing is decided")
+    sample = found.get("sample")  # an older gateway does not tell it
+    if sample is not None and sample["kept"] < _AS_WANTED * sample["wanted"]:
+        typer.echo(
+            f"the guard compares {sample['kept']:.2%} of the answers, not {sample['wanted']:.2%}: "
+            f"it may take {sample['max_cpu_share']:.0%} of the gateway's other CPU time "
+            "(guard.max_cpu_share)"
+        )
     for rollout in found["rollouts"]:
         for line in _lines(rollout):
             typer.echo(printable(line))
