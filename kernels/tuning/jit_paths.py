@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import ast
 import builtins
-import operator
 import textwrap
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -19,44 +18,11 @@ from typing import Any
 from triton.language import constexpr
 from triton.runtime.jit import ConstexprFunction, JITFunction
 
+from tuning.jit_values import RUNTIME, UNKNOWN, apply, known, plain, same
+
 _MOST_TURNS = 64
 """Of an unrolled loop that are walked."""
-
-
-class _Unknown:
-    """A value that no constant determines."""
-
-    def __repr__(self) -> str:
-        return "unknown"
-
-
-UNKNOWN = _Unknown()
-RUNTIME = _Unknown()
-"""An argument of a launch: not known, and never None."""
 _BUILTINS: tuple[Any, ...] = (len, min, max, abs, int, float, bool, range, str, tuple)
-_OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
-    ast.FloorDiv: operator.floordiv, ast.Div: operator.truediv, ast.Mod: operator.mod,
-    ast.Pow: operator.pow, ast.LShift: operator.lshift, ast.RShift: operator.rshift,
-    ast.BitAnd: operator.and_, ast.BitOr: operator.or_, ast.BitXor: operator.xor,
-    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le,
-    ast.Gt: operator.gt, ast.GtE: operator.ge, ast.Is: operator.is_, ast.IsNot: operator.is_not,
-    ast.In: lambda one, many: one in many, ast.NotIn: lambda one, many: one not in many,
-    ast.Not: operator.not_, ast.USub: operator.neg, ast.UAdd: operator.pos,
-    ast.Invert: operator.invert,
-}  # fmt: skip
-
-
-def _known(*values: Any) -> bool:
-    """Say whether values and what tuples hold are known."""
-    return all(
-        _known(*value) if isinstance(value, tuple) else not isinstance(value, _Unknown)
-        for value in values
-    )
-
-
-def _plain(value: Any) -> Any:
-    return value.value if isinstance(value, constexpr) else value
 
 
 @cache
@@ -118,7 +84,7 @@ class Paths:
     def bound(self, function: JITFunction[Any], given: tuple[Any, ...], named: Any) -> Any:
         """Call a jit function from another one; return its value as far as it is known."""
         values = {
-            name: _plain(parameter.default)
+            name: plain(parameter.default)
             for name, parameter in function.signature.parameters.items()
         }
         values |= dict(zip(function.arg_names, given, strict=False)) | named
@@ -167,7 +133,7 @@ class _Walker:
             self._assign(node.target, self.value(node.value))
         elif isinstance(node, ast.AugAssign):
             old = self.value(ast.copy_location(_read(node.target), node))
-            self._assign(node.target, _apply(node.op, old, self.value(node.value)))
+            self._assign(node.target, apply(node.op, old, self.value(node.value)))
         elif isinstance(node, ast.Expr):
             self.value(node.value)
 
@@ -184,7 +150,7 @@ class _Walker:
         # What a module's own name decides is the version of Triton's, not a form's.
         of_module = isinstance(node.test, ast.Name) and node.test.id not in self._names
         test = UNKNOWN if of_module else self.value(node.test)
-        if _known(test):
+        if known(test):
             return self._block(node.body if test else node.orelse)
         before = dict(self._names)
         first = self._block(node.body)
@@ -194,11 +160,11 @@ class _Walker:
             self._names = {
                 name: value
                 for name, value in self._names.items()
-                if name in after and _same(value, after[name])
+                if name in after and same(value, after[name])
             } | {
                 name: UNKNOWN
                 for name in self._names.keys() | after.keys()
-                if not _same(self._names.get(name), after.get(name))
+                if not same(self._names.get(name), after.get(name))
             }
         elif first:
             self._names = after
@@ -225,7 +191,7 @@ class _Walker:
         call = node.iter
         unrolled = isinstance(call, ast.Call) and "static_range" in ast.unparse(call.func)
         given = [self.value(one) for one in call.args] if isinstance(call, ast.Call) else []
-        if not unrolled or not _known(*given):
+        if not unrolled or not known(*given):
             return None
         return range(*given)[:_MOST_TURNS]
 
@@ -244,8 +210,8 @@ class _Walker:
                 return self._named(node.id)
             case ast.Attribute():
                 base = self.value(node.value)
-                found = getattr(base, node.attr, UNKNOWN) if _known(base) else UNKNOWN
-                return _plain(found)
+                found = getattr(base, node.attr, UNKNOWN) if known(base) else UNKNOWN
+                return plain(found)
             case ast.Tuple() | ast.List():
                 return self._elements(node.elts)
             case ast.Subscript():
@@ -256,16 +222,16 @@ class _Walker:
     def _computed(self, node: ast.expr) -> Any:
         match node:
             case ast.BinOp():
-                return _apply(node.op, self.value(node.left), self.value(node.right))
+                return apply(node.op, self.value(node.left), self.value(node.right))
             case ast.UnaryOp():
-                return _apply(node.op, self.value(node.operand))
+                return apply(node.op, self.value(node.operand))
             case ast.BoolOp():
                 return self._any_or_all(node)
             case ast.Compare():
                 return self._compared(node)
             case ast.IfExp():
                 test = self.value(node.test)
-                if _known(test):
+                if known(test):
                     return self.value(node.body if test else node.orelse)
                 self.value(node.body), self.value(node.orelse)
                 return UNKNOWN
@@ -288,7 +254,7 @@ class _Walker:
     def _named(self, name: str) -> Any:
         if name in self._names:
             return self._names[name]
-        return _plain(self._scope.get(name, getattr(builtins, name, UNKNOWN)))
+        return plain(self._scope.get(name, getattr(builtins, name, UNKNOWN)))
 
     def _elements(self, nodes: list[ast.expr]) -> Any:
         found: tuple[Any, ...] = ()
@@ -309,10 +275,10 @@ class _Walker:
         if isinstance(node.slice, ast.Slice):
             ends = (node.slice.lower, node.slice.upper, node.slice.step)
             cuts = [None if end is None else self.value(end) for end in ends]
-            index = slice(*cuts) if _known(*cuts) else UNKNOWN
+            index = slice(*cuts) if known(*cuts) else UNKNOWN
         else:
             index = self.value(node.slice)
-        held = isinstance(base, tuple | list | dict) and _known(index)
+        held = isinstance(base, tuple | list | dict) and known(index)
         try:
             return base[index] if held else UNKNOWN
         except LookupError:  # in a branch that may not be taken
@@ -321,22 +287,22 @@ class _Walker:
     def _any_or_all(self, node: ast.BoolOp) -> Any:
         ends = isinstance(node.op, ast.Or)
         value: Any = not ends
-        known = True
+        every_known = True
         for part in node.values:
             value = self.value(part)
-            if _known(value) and bool(value) == ends:
+            if known(value) and bool(value) == ends:
                 return value
-            known = known and _known(value)
-        return value if known else UNKNOWN
+            every_known = every_known and known(value)
+        return value if every_known else UNKNOWN
 
     def _compared(self, node: ast.Compare) -> Any:
         left, result = self.value(node.left), True
         for op, right_node in zip(node.ops, node.comparators, strict=True):
             right = self.value(right_node)
-            step = _apply(op, left, right)
+            step = apply(op, left, right)
             if isinstance(op, ast.Is | ast.IsNot) and RUNTIME in (left, right):
                 step = isinstance(op, ast.IsNot)
-            if not _known(step):
+            if not known(step):
                 return UNKNOWN
             result, left = result and bool(step), right
         return result
@@ -350,25 +316,14 @@ class _Walker:
         self._handed_on((given, *named.values()))
         if function is len and isinstance(given, tuple) and isinstance(given[0], tuple):
             return len(given[0])
-        if not _known(given, *named.values()):
+        if not known(given, *named.values()):
             return UNKNOWN
         if function is constexpr:
-            return _plain(given[0])
+            return plain(given[0])
         if isinstance(function, ConstexprFunction):
-            return _plain(function.fn(*given, **named))
+            return plain(function.fn(*given, **named))
         return function(*given) if function in _BUILTINS else UNKNOWN
 
 
 def _read(target: ast.expr) -> ast.expr:
     return ast.Name(target.id, ast.Load()) if isinstance(target, ast.Name) else target
-
-
-def _same(one: Any, other: Any) -> bool:
-    return one is other or (_known(one, other) and type(one) is type(other) and one == other)
-
-
-def _apply(op: ast.AST, *values: Any) -> Any:
-    joined = isinstance(op, ast.Add) and all(isinstance(value, tuple) for value in values)
-    if not joined and not _known(*values):
-        return UNKNOWN
-    return _OPERATORS[type(op)](*values)

@@ -1,5 +1,7 @@
 """The kernel of `taut::w4a16_gemm` for at most 16 tokens: bound by weight bytes.
 
+From 9 tokens on it is for cards without `wgmma`, and for layers too small for a ring.
+
 Maths     as :mod:`.op`
 Numerics  q - z is an integer and exact in either type; products accumulate in fp32 within a group,
           scale and bias are applied in fp32, one rounding at the store. For one tile, the same bits

@@ -61,8 +61,9 @@ def _reduce_and_store(
         if SPLIT_K == 1:
             _store_rows(y_ptr, bias_ptr, value, tile, i, lane_element, M, N, HAS_BIAS)
         else:
-            place = (split * TOKEN_TILES + i) * ROW_WARPS * 128
-            tl.store(partial_ptr + first_partial + place, value)
+            tl.store(
+                partial_ptr + first_partial + (split * TOKEN_TILES + i) * ROW_WARPS * 128, value
+            )
     if SPLIT_K > 1:
         # Every thread's partials are stored before one of them announces the program.
         tl.debug_barrier()

@@ -10,7 +10,7 @@ being at 4096. ``kernel`` is
 ``ring``          :class:`.ring_tile.WgmmaRingTile` without ``tma``, up to 1024
 ``tma``           the same with ``tma``
 ``pair``          :class:`.pair_tile.WavesTile`, two of ``tma``, up to 2048
-``portable``      :class:`.portable_tile.WgmmaTile`
+``portable``      :class:`.portable_tile.WgmmaTile`; no row of a card with `wgmma` has it
 ``dense``         dequantise the layer and multiply densely (:mod:`.dense`)
 ================  ================================================================================
 

@@ -1,7 +1,4 @@
-"""How the `wgmma` kernel is cut up: a tile.
-
-Its measured tiles stand in the tables of :mod:`.lookup`.
-"""
+"""How the portable kernel is cut up: a tile, as :func:`.lookup.plain_rule` chooses it."""
 
 from __future__ import annotations
 
