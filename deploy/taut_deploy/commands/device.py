@@ -1,8 +1,9 @@
-"""``--device`` of the commands that compute on one, and ``--devices`` of those that share work."""
+"""``--device``, ``--devices`` and ``--served-by``: what computes, and what is to serve."""
 
 import re
 
-from taut_deploy.errors import OutputError
+from taut_deploy.diagnose.kernel_choice import CARDS
+from taut_deploy.errors import OutputError, RecipeError
 
 
 def require_device(device: str) -> None:
@@ -17,6 +18,16 @@ def require_device(device: str) -> None:
         raise OutputError(f"--device {device}: use cpu or cuda")
     if device == "cuda" and not torch.cuda.is_available():
         raise OutputError("--device cuda: torch sees no CUDA device here; use --device cpu")
+
+
+def require_machine(served_by: str) -> None:
+    """Check that kernels are known for a machine.
+
+    Raises:
+        RecipeError: they are not.
+    """
+    if served_by not in (known := ("here", "cpu", *CARDS)):
+        raise RecipeError(f"--served-by: {served_by!r} is none of {', '.join(known)}")
 
 
 def parse_devices(text: str) -> tuple[str, ...]:
