@@ -147,13 +147,14 @@ class _Run:
         """Compress one block, and say what all of them will take."""
         tokens = ordinary_tokens(self._directory, trust_remote_code=self._job.trust_remote_code)
         require_embedded([tokens], _vocabulary(self._stream), self._directory)
-        kernels = kernels_of(self._treatments, read_config(self._directory), served_by)
         measured = try_block(
             self._stream.blocks,
             lambda: self._enter(self._calibration()),
             self._try_block,
             self._try_outer,
         )
+        # Not before: what it imports is no part of a run's memory.
+        kernels = kernels_of(self._treatments, read_config(self._directory), served_by)
         layers = tuple(replace(one, kernel=kernels[one.name]) for one in self._plan.layers)
         return replace(
             self._plan,
