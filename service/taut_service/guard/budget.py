@@ -20,7 +20,7 @@ BURST_S = 0.01
 UNSEEN = 0.4
 """What the steps of a comparison do not see of its time, as a share of what they do: the loop
 reads workers' answers from their sockets in callbacks of its own. Measured: 0.20 to 0.25
-(docs/findings/gateway-speed.md); the rest keeps the bound where a machine is busy."""
+(docs/findings/guard-cost.md); the rest keeps the bound where a machine is busy."""
 _LATELY = 0.02
 """Weight of the newest answer in what is told of the sample: about the last hundred count."""
 
