@@ -172,7 +172,7 @@ def w4a16_wgmma_ring_kernel(
     BLOCK_M: gl.constexpr,  # tokens a program
     ROW_TILES: gl.constexpr,  # of 16 rows a warp: sums of their own
     WARPS: gl.constexpr,  # four make a warp group
-    CHUNKS_PER_STEP: gl.constexpr,  # 1, 2 or 4; with 1 a step may be half a group
+    CHUNKS_PER_STEP: gl.constexpr,  # 2 or 4: a step has whole groups
     SPLIT_K: gl.constexpr,
     STAGES: gl.constexpr,
     PARTS: gl.constexpr,  # products a chunk of a row tile, 1, 2 or 4
