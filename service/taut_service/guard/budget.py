@@ -22,7 +22,7 @@ UNSEEN = 0.4
 reads workers' answers from their sockets in callbacks of its own. Measured: 0.20 to 0.25
 (docs/findings/guard-cost.md); the rest keeps the bound where a machine is busy."""
 _LATELY = 0.02
-"""Weight of the newest answer in what is told of the sample: about the last hundred count."""
+"""Weight of the newest answer in means: about the last hundred count."""
 
 
 class CpuBudget:
@@ -47,11 +47,17 @@ class CpuBudget:
         self._seen = now(), process_s(), 0.0
         self.spent_s = 0.0
         """CPU time of all comparisons."""
+        self.cost_s = 0.0
+        """Of one comparison, lately."""
         self.kept = 1.0
         """Share of the drawn answers that could be afforded lately."""
 
-    def allows(self) -> bool:
-        """Whether one more answer can be afforded; ask once for each that is drawn."""
+    def allows(self, waiting: int = 0) -> bool:
+        """Whether one more answer can be afforded; ask once for each that is drawn.
+
+        Args:
+            waiting: answers that were allowed and are not yet compared.
+        """
         if self._share is None:
             return True
         at, process_s, spent_s = self._seen
@@ -61,13 +67,17 @@ class CpuBudget:
         others = self._seen[1] - process_s - spent
         earned = self._share * others + FLOOR * (self._seen[0] - at)
         self._credit = min(BURST_S, self._credit + earned - spent)
-        allowed = self._credit > 0
+        allowed = self._credit > waiting * self.cost_s
         self.kept += _LATELY * (allowed - self.kept)
         return allowed
 
     async def charge(self, work: Coroutine[Any, Any, _Result]) -> _Result:
         """Do some work of the guard's and count its CPU time."""
-        result: _Result = await _Charged(work, self)
+        charged = _Charged(work, self)
+        try:
+            result: _Result = await charged
+        finally:
+            self.cost_s += _LATELY * (charged.spent_s - self.cost_s)
         return result
 
 
@@ -82,6 +92,7 @@ class _Charged:
     def __init__(self, work: Coroutine[Any, Any, Any], budget: CpuBudget) -> None:
         self._work = work
         self._budget = budget
+        self.spent_s = 0.0
 
     def __await__(self) -> Generator[Any, Any, Any]:
         step, given = self._work.send, None
@@ -92,7 +103,9 @@ class _Charged:
             except StopIteration as end:
                 return end.value
             finally:
-                self._budget.spent_s += (time.thread_time() - began) * (1 + UNSEEN)
+                spent = (time.thread_time() - began) * (1 + UNSEEN)
+                self.spent_s += spent
+                self._budget.spent_s += spent
             try:
                 given = yield waits_for
                 step = self._work.send

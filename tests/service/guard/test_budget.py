@@ -84,6 +84,24 @@ def test_a_budget_that_suffices_leaves_nothing_out() -> None:
     assert process.budget.kept == 1.0
 
 
+async def test_what_waits_to_be_compared_counts_before_it_costs() -> None:
+    """A burst of answers does not get in on a credit that the first of them will use up."""
+    budget = CpuBudget(0.1, process_s=lambda: 0.0, now=lambda: 0.0)
+
+    async def work() -> None:
+        burn(0.001)
+
+    for _ in range(200):
+        await budget.charge(work())
+    assert budget.cost_s == pytest.approx(0.0014, rel=0.5)
+    fresh = CpuBudget(0.1, process_s=lambda: 0.0, now=lambda: 0.0)
+    fresh.cost_s = 0.003
+    waiting = 0
+    for _ in range(50):
+        waiting += fresh.allows(waiting)
+    assert waiting == 4  # of 3 ms each, with 10 ms saved up: the last may go beyond
+
+
 def burn(seconds: float) -> None:
     end = time.thread_time() + seconds
     while time.thread_time() < end:
