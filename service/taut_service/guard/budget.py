@@ -13,14 +13,14 @@ from collections.abc import Callable, Coroutine, Generator
 from typing import Any, TypeVar
 
 _Result = TypeVar("_Result")
-FLOOR = 0.002
-"""Of a core: an idle gateway may still compare an answer a second."""
+FLOOR = 0.001
+"""Of a core: an idle gateway may still compare an answer in two seconds."""
 BURST_S = 0.01
 """CPU seconds that can be saved up: a few comparisons."""
-UNSEEN = 0.4
+UNSEEN = 0.6
 """What the steps of a comparison do not see of its time, as a share of what they do: the loop
-reads workers' answers from their sockets in callbacks of its own. Measured: 0.20 to 0.25
-(docs/findings/guard-cost.md); the rest keeps the bound where a machine is busy."""
+reads workers' answers from their sockets in callbacks of its own. It grows with how busy the
+machine is, as clients find their caches cold: measured 0.2 to 0.6 (docs/findings/guard-cost.md)."""
 _LATELY = 0.02
 """Weight of the newest answer in means: about the last hundred count."""
 
