@@ -10,7 +10,7 @@ from typing import Any
 from taut_deploy.checkpoint import Manifest
 from taut_deploy.models.directory import read_shape
 from taut_deploy.tune import named_verdicts
-from taut_deploy.worker import engine_options
+from taut_deploy.worker import cpu_layout, engine_options
 from taut_deploy.worker.arguments import check_kv_cache_dtype, guarded_flags, read_extra
 from taut_deploy.worker.chat_parsers import parser_options
 from taut_deploy.worker.spec import KernelMode, Platform, WorkerSpec
@@ -151,7 +151,9 @@ def command_for(spec: WorkerSpec, manifest: Manifest | None, platform: Platform)
         attention_options,
         parser_options(spec.checkpoint, spec.extra),
     )
-    if verdicts is None:
-        return command
-    told = {measured_here.VARIABLE: str(verdicts)}
+    told: dict[str, str] = {}
+    if platform == "cpu":
+        told |= cpu_layout.environment_of(spec.extra, os.environ, cpu_layout.cores_here())
+    if verdicts is not None:
+        told[measured_here.VARIABLE] = str(verdicts)
     return replace(command, environment=command.environment | told)

@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 _Result = TypeVar("_Result")
 FLOOR = 0.01
 """Of a core: an idle gateway may still compare its few answers."""
-BURST_S = 0.02
-"""CPU seconds that can be saved up: about ten comparisons."""
-UNSEEN = 0.3
+BURST_S = 0.01
+"""CPU seconds that can be saved up: a few comparisons."""
+UNSEEN = 0.4
 """What the steps of a comparison do not see of its time, as a share of what they do: the loop
-reads workers' answers from their sockets in callbacks of its own. Measured: 0.20 to 0.22 where
-nothing else runs (docs/findings/gateway-speed.md); the rest is for caches that clients share."""
+reads workers' answers from their sockets in callbacks of its own. Measured: 0.20 to 0.25
+(docs/findings/gateway-speed.md); the rest keeps the bound where a machine is busy."""
 _LATELY = 0.02
 """Weight of the newest answer in what is told of the sample: about the last hundred count."""
 

@@ -1,0 +1,115 @@
+"""Processes and threads of a worker on a CPU, by what Linux says of its cores."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from taut_deploy.worker import WorkerSpec, command_for, cpu_layout
+from taut_deploy.worker.cpu_layout import Cores, cores_here, environment_of
+
+TWO = Cores(2, 1)
+
+
+def machine(root: Path, siblings: dict[int, str], nodes: dict[int, str]) -> Path:
+    """Describe a machine as Linux does under /sys/devices/system."""
+    for cpu, listing in siblings.items():
+        folder = root / f"cpu/cpu{cpu}/topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(f"{listing}\n")
+    for node, listing in nodes.items():
+        (root / f"node/node{node}").mkdir(parents=True)
+        (root / f"node/node{node}/cpulist").write_text(f"{listing}\n")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("allowed", "quota", "found"),
+    [
+        (range(8), None, Cores(4, 2)),
+        (range(8), "max 100000", Cores(4, 2)),
+        (range(8), "250000 100000", Cores(3, 2)),
+        (range(8), "50000 100000", Cores(1, 2)),
+        ((0, 4), None, Cores(1, 1)),
+        ((0, 1), None, Cores(2, 1)),
+        ((1, 2), None, Cores(2, 2)),
+    ],
+)
+def test_cores_are_counted_once_within_affinity_and_quota(tmp_path, allowed, quota, found):
+    """Four cores of two threads each: CPU n and n + 4; the first two cores on node 0."""
+    siblings = {cpu: f"{cpu % 4},{cpu % 4 + 4}" for cpu in range(8)}
+    topology = machine(tmp_path, siblings, {0: "0-1,4-5", 1: "2-3,6-7"})
+    limit = tmp_path / "cpu.max"
+    if quota is not None:
+        limit.write_text(f"{quota}\n")
+    assert cores_here(allowed, topology, limit) == found
+
+
+def test_a_machine_that_describes_nothing_has_a_core_a_cpu(tmp_path):
+    assert cores_here({3, 5}, tmp_path, tmp_path / "cpu.max") == Cores(2, 1)
+
+
+def test_one_process_computes_on_all_of_few_cores_and_waits_asleep():
+    assert environment_of((), {}, TWO) == {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "OMP_NUM_THREADS": "2",
+        "OMP_WAIT_POLICY": "PASSIVE",
+    }
+
+
+def test_of_many_cores_one_is_left_to_the_other_processes():
+    assert environment_of((), {}, Cores(16, 1)) == {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "OMP_NUM_THREADS": "15",
+    }
+
+
+@pytest.mark.parametrize(
+    ("environment", "added"),
+    [
+        ({"OMP_NUM_THREADS": "1"}, {"OMP_WAIT_POLICY": "PASSIVE"}),
+        ({"OMP_WAIT_POLICY": "active"}, {"OMP_NUM_THREADS": "2"}),
+        ({"GOMP_SPINCOUNT": "7"}, {"OMP_NUM_THREADS": "2"}),
+    ],
+)
+def test_what_was_said_of_openmp_stays(environment, added):
+    assert environment_of((), environment, TWO) == {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} | added
+
+
+@pytest.mark.parametrize(
+    ("extra", "environment", "cores"),
+    [
+        (("--tensor-parallel-size", "2"), {}, TWO),
+        (("-tp=2",), {}, TWO),
+        (("--distributed_executor_backend", "mp"), {}, TWO),
+        ((), {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, TWO),
+        ((), {"VLLM_CPU_OMP_THREADS_BIND": "0-1"}, TWO),
+        ((), {}, Cores(32, 2)),
+    ],
+)
+def test_ranks_nodes_and_a_chosen_layout_keep_vllm_s_own(extra, environment, cores):
+    assert environment_of(extra, environment, cores) == {}
+
+
+@pytest.mark.parametrize(("platform", "added"), [("cpu", {"OMP_NUM_THREADS": "2"}), ("cuda", {})])
+def test_only_a_worker_on_a_cpu_is_told(monkeypatch, platform, added):
+    for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "VLLM_CPU_OMP_THREADS_BIND"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TAUT_KERNELS", "off")
+    monkeypatch.setattr(cpu_layout, "cores_here", lambda: TWO)
+    spec = WorkerSpec(
+        Path("c"),
+        name="n",
+        max_model_len=64,
+        kernels="off",
+        fused_ops=False,
+        decode_attention=False,
+    )
+    told = command_for(spec, None, platform).environment
+    assert {name: told[name] for name in told if name.startswith("OMP_NUM")} == added
+
+
+def test_this_machine_has_no_more_cores_than_cpus():
+    assert 1 <= cores_here().count <= len(os.sched_getaffinity(0))
