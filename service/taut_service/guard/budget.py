@@ -1,9 +1,9 @@
 """What the guard may spend: a share of the CPU time that the gateway spends on its clients.
 
 A *token bucket* in seconds of CPU time. It fills as the rest of the process works, at
-``guard.max_cpu_share`` of that, or by :data:`FLOOR` of a core where the gateway has little to do.
-A drawn answer that comes while it is empty is left out, so the sample thins itself, and whether one
-is left out does not depend on what it says.
+``guard.max_cpu_share`` of that, and by :data:`FLOOR` of a core besides, for a gateway with little
+to do. A drawn answer that comes while it is empty is left out, so the sample thins itself, and
+whether one is left out does not depend on what it says.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections.abc import Callable, Coroutine, Generator
 from typing import Any, TypeVar
 
 _Result = TypeVar("_Result")
-FLOOR = 0.01
-"""Of a core: an idle gateway may still compare its few answers."""
+FLOOR = 0.002
+"""Of a core: an idle gateway may still compare an answer a second."""
 BURST_S = 0.01
 """CPU seconds that can be saved up: a few comparisons."""
 UNSEEN = 0.4
 """What the steps of a comparison do not see of its time, as a share of what they do: the loop
 reads workers' answers from their sockets in callbacks of its own. Measured: 0.20 to 0.25
-(docs/findings/gateway-speed.md); the rest keeps the bound where a machine is busy."""
+(docs/findings/guard-cost.md); the rest keeps the bound where a machine is busy."""
 _LATELY = 0.02
 """Weight of the newest answer in what is told of the sample: about the last hundred count."""
 
@@ -57,8 +57,9 @@ class CpuBudget:
         at, process_s, spent_s = self._seen
         self._seen = self._now(), self._process_s(), self.spent_s
         spent = self.spent_s - spent_s
-        others = max(0.0, self._seen[1] - process_s - spent)
-        earned = max(self._share * others, FLOOR * (self._seen[0] - at))
+        # Sums of differences, not the larger of them: work comes in bursts, and would count twice.
+        others = self._seen[1] - process_s - spent
+        earned = self._share * others + FLOOR * (self._seen[0] - at)
         self._credit = min(BURST_S, self._credit + earned - spent)
         allowed = self._credit > 0
         self.kept += _LATELY * (allowed - self.kept)

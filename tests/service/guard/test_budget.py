@@ -36,17 +36,26 @@ class Process:
 def test_comparisons_cost_their_share_of_the_other_work_and_use_it(busy: float) -> None:
     process = Process(0.1)
     process.run(200.0, busy)
-    allowed = 0.1 * busy * 200.0
+    allowed = (0.1 * busy + FLOOR) * 200.0
     spent = process.compared * COST_S
     assert 0.95 * allowed <= spent <= allowed + BURST_S + COST_S
     # What is told is of the last hundred answers or so.
     assert process.budget.kept == pytest.approx(allowed / COST_S / process.asked, rel=0.5)
 
 
-def test_an_idle_gateway_has_a_hundredth_of_a_core() -> None:
+def test_an_idle_gateway_has_its_bit_of_a_core() -> None:
     process = Process(0.1)
-    process.run(200.0, busy=0.0)
-    assert process.compared * COST_S == pytest.approx(FLOOR * 200.0, rel=0.05)
+    process.run(500.0, busy=0.0)
+    assert process.compared * COST_S == pytest.approx(0.002 * 500.0, rel=0.05)
+
+
+def test_work_that_comes_in_bursts_earns_no_more_than_the_same_work_evenly() -> None:
+    process = Process(0.1)
+    for _ in range(200):
+        process.run(0.9, busy=0.0)
+        process.run(0.1, busy=1.0)
+    allowed = (0.1 * 0.1 + 0.002) * 200.0
+    assert process.compared * COST_S <= allowed + BURST_S + COST_S
 
 
 def test_what_was_not_used_in_quiet_hours_is_not_spent_at_once() -> None:
@@ -54,7 +63,7 @@ def test_what_was_not_used_in_quiet_hours_is_not_spent_at_once() -> None:
     process.now += 3600.0
     process.cpu += 1800.0
     process.run(1.0, busy=0.2)
-    assert process.compared * COST_S <= BURST_S + 0.1 * 0.2 + 2 * COST_S
+    assert process.compared * COST_S <= BURST_S + 0.1 * 0.2 + FLOOR + 2 * COST_S
 
 
 def test_without_a_bound_everything_is_compared() -> None:
