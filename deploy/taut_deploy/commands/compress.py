@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from taut_deploy.commands.device import require_device, require_machine
+from taut_deploy.commands.device import parse_devices, require_device, require_machine
 from taut_deploy.commands.given_model import fetch_model
 from taut_deploy.commands.option_groups import with_groups
 from taut_deploy.commands.options import (
@@ -44,10 +44,25 @@ class TargetOptions:
     max_kl: float | None = None
 
 
+@dataclass(frozen=True)
+class SharingOptions:
+    """Where a compression computes, and what shares its work.
+
+    Args:
+        devices: Cards that share the calibration of a block, such as cuda:0,cuda:1.
+        workers: Processes that share the blocks of a recipe that needs no calibration.
+    """
+
+    device: DeviceOption = "cpu"
+    devices: str | None = None
+    workers: Annotated[int, typer.Option(min=0)] = 0
+
+
 @with_groups
 def compress(
     model: ModelArgument,
     target: TargetOptions,
+    sharing: SharingOptions,
     recipe: Annotated[str, typer.Option(help="Built-in recipe or YAML file.")] = "w8a8",
     output: Annotated[Path | None, typer.Option(help="Checkpoint directory to make.")] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Say what would be done, and stop.")] = False,
@@ -55,13 +70,6 @@ def compress(
     served_by: Annotated[
         str, typer.Option(help="Whose kernels --plan names: here, cpu, h100 or h200.")
     ] = "here",
-    device: DeviceOption = "cpu",
-    workers: Annotated[
-        int,
-        typer.Option(
-            min=0, help="Processes that share the blocks of a recipe that needs no calibration."
-        ),
-    ] = 0,
     requantize: RequantizeFlag = False,
     trust_remote_code: TrustRemoteCodeFlag = False,
     as_json: JsonFlag = False,
@@ -71,20 +79,27 @@ def compress(
     from taut_deploy.compress.job import CompressionJob
     from taut_deploy.compress.pipeline_plan import plan as make_plan
 
-    require_device(device)
     require_machine(served_by)
     chosen = with_target(
         load_recipe(recipe), target.target_bits, target.target_bytes, target.max_kl
     )
-    if workers:
-        _require_shared(chosen, device)
+    device, devices = _shared(chosen, sharing)
     home = TautHome.from_environment()
     if output is None and not plan:
         raise OutputError("--output: give the checkpoint directory to make")
     place = home.checkpoints / "plan" if output is None else checked_output(output)
     record = fetch_model(home, model, trust_remote_code=trust_remote_code)
     job = CompressionJob(
-        record, chosen, place, home.root, device, resume, trust_remote_code, requantize, workers
+        record,
+        chosen,
+        place,
+        home.root,
+        device,
+        resume,
+        trust_remote_code,
+        requantize,
+        sharing.workers,
+        devices,
     )
     if plan:
         _print_plan(make_plan(job, served_by), as_json)
@@ -94,15 +109,31 @@ def compress(
     _print_summary(job.output, record.bytes, manifest, as_json)
 
 
-def _require_shared(recipe: Recipe, device: str) -> None:
-    """Refuse ``--workers`` where processes cannot share the blocks."""
+def _shared(recipe: Recipe, options: SharingOptions) -> tuple[str, tuple[str, ...]]:
+    """The device, and all that share the calibration where there are several.
+
+    Raises:
+        OutputError: a device is not there, or the options contradict each other.
+        RecipeError: the recipe has nothing to share.
+    """
     from taut_deploy.compress.by_weights import require_by_weights
 
-    if device != "cpu":
-        raise OutputError("--workers: processes share the CPU; leave --device out")
+    require_device(options.device)
+    if not options.workers and options.devices is None:
+        return options.device, ()
+    flag = "--workers" if options.workers else "--devices"
+    if options.workers and options.devices is not None:
+        raise OutputError("--workers: processes share the CPU; leave --devices out")
+    if options.device != "cpu":
+        shared = "the CPU" if options.workers else "the devices that it names"
+        raise OutputError(f"{flag}: {shared} share the work; leave --device out")
     if (blocks := recipe.of_blocks()) is None:
-        raise RecipeError(f"--workers: recipe {recipe.name!r} does nothing block by block")
-    require_by_weights(blocks, {})
+        raise RecipeError(f"{flag}: recipe {recipe.name!r} does nothing block by block")
+    if options.devices is None:
+        require_by_weights(blocks, {})
+        return options.device, ()
+    devices = parse_devices(options.devices)
+    return devices[0], devices
 
 
 def _print_summary(output: Path, base_bytes: int, manifest: "Manifest", as_json: bool) -> None:
@@ -138,6 +169,8 @@ def _print_plan(plan: "CompressionPlan", as_json: bool) -> None:
     )
     for line in _layer_lines(plan):
         typer.echo(line)
+    if plan.devices:
+        typer.echo(f"calibration shared by {', '.join(plan.devices)}")
     for table in plan.tables:
         scales = f"groups of {table.group_size}" if table.group_size else "a scale a row"
         typer.echo(
