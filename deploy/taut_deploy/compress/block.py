@@ -120,13 +120,13 @@ def compress_block(
         if stage.order > Order.TRANSFORM:
             _keep_references(state)
         BLOCK_STAGES[stage.method].run(state, index, stage)
+        return_freed_memory()  # of what the stage worked with
     _keep_pruned(layers, dtype)
     changed = {name: layer for name, layer in layers.items() if layer.stored is not None}
     reports = [_report(layer, dtype) for layer in changed.values()]
     if hidden is not None:
         block.to(hidden.dtype)
     stored = {name: layer.stored for name, layer in changed.items() if layer.stored is not None}
-    return_freed_memory()  # of what the stages worked with
     return CompressedBlock(stored, reports)
 
 
