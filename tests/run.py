@@ -2,11 +2,10 @@
 
 Two tracks take job after job, the longest first, each on its half of the cores, so that neither
 waits for the other and a job with threads takes none from its neighbour. A job is a run of pytest:
-the tests that build images, those that start real workers, then a folder at a time. A third track
-has the tests that mostly wait, for helm or for a gateway. Tests that measure times, or serve under
-load, have the whole machine to themselves afterwards. ``PYTEST_ADDOPTS`` reaches all. The last
-lines say what was skipped for want of a program or a device, and count all; the exit status is 1 if
-a test failed.
+the tests that build images, those that start real workers, then folders. A third track has the
+tests that mostly wait, for helm or for a gateway. Tests that measure times have the whole machine
+to themselves afterwards. ``PYTEST_ADDOPTS`` reaches all. The last lines say what was skipped for
+want of a program or a device, and count all; the exit status is 1 if a test failed.
 """
 
 from __future__ import annotations
@@ -32,9 +31,11 @@ LONG = (
 """The first jobs, in this order. Each makes something once for all its tests: images and their
 checkpoint, a served model, a process that has vLLM imported."""
 FOLDERS = ("kernels", "deploy")
-"""Each folder in them is a job, but for what is named elsewhere."""
+"""Each folder in them is of a job, but for what is named elsewhere."""
+LEAST = 24
+"""Files of a job, so that few starts of pytest import torch; the last has what is left."""
 WAITING = ("chart", "service")
-"""The jobs of the third track, but for what is named elsewhere or reads a clock."""
+"""The jobs of the third track, but for what is named elsewhere."""
 ALONE = (
     "deploy/test_bench_gateway.py",
     "deploy/test_bench_gateway_guard.py",
@@ -43,10 +44,12 @@ ALONE = (
     "deploy/test_serve_process.py",
     "deploy/test_validate_latency.py",
     "deploy/test_validate_latency_job.py",
+    "service/test_faults_named.py",
+    "service/test_faults_overload.py",
+    "service/test_json_bounds.py",
+    "service/test_liveness.py",
 )
-"""Of these folders, what measures times or has to answer within some."""
-_CLOCK = re.compile(r"\b(?:monotonic|perf_counter|sleep)\(")
-"""What a file of the gateway's tests has that must not be disturbed."""
+"""Of these folders, what measures times: a neighbour would be measured with it."""
 SLOWEST = ("--durations=12", "--durations-min=4")
 """What each run says of its time."""
 _SUMMARY = re.compile(r"^=+ (.*) in [0-9.]+s.* =+$")
@@ -83,12 +86,18 @@ def jobs() -> list[list[str]]:
     folders: dict[Path, list[str]] = {}
     for file in _left_of(FOLDERS):
         folders.setdefault(file.parent, []).append(str(file))
-    return long + sorted(folders.values(), key=len, reverse=True)
+    joined: list[list[str]] = []
+    for files in sorted(folders.values(), key=len, reverse=True):
+        if joined and len(joined[-1]) < LEAST:
+            joined[-1] += files
+        else:
+            joined.append(files)
+    return long + joined
 
 
 def waiting() -> list[list[str]]:
     """Return the files of each run on the third track."""
-    found = [[str(file) for file in _left_of((name,)) if not _by_itself(file)] for name in WAITING]
+    found = [[str(file) for file in _left_of((name,))] for name in WAITING]
     return [files for files in found if files]
 
 
@@ -98,8 +107,7 @@ def alone() -> list[str]:
     left = [file for file in sorted(TESTS.iterdir()) if file.name not in taken]
     folders = [file for file in left if file.is_dir() and any(file.glob("test_*.py"))]
     files = [file for file in left if file.match("test_*.py")]
-    clocks = [file for file in _left_of(WAITING) if _by_itself(file)]
-    return [str(file) for file in (*(TESTS / name for name in ALONE), *clocks, *folders, *files)]
+    return [str(file) for file in (*(TESTS / name for name in ALONE), *folders, *files)]
 
 
 def _left_of(folders: Iterable[str]) -> list[Path]:
@@ -107,11 +115,6 @@ def _left_of(folders: Iterable[str]) -> list[Path]:
     named = [TESTS / name for names in (*LONG, ALONE) for name in names]
     files = sorted(file for name in folders for file in (TESTS / name).rglob("test_*.py"))
     return [file for file in files if not any(file.is_relative_to(place) for place in named)]
-
-
-def _by_itself(file: Path) -> bool:
-    """Return whether a file on the third track's folders reads a clock; helm's waits may."""
-    return file.is_relative_to(TESTS / "service") and bool(_CLOCK.search(file.read_text()))
 
 
 def halves() -> list[str]:

@@ -46,12 +46,28 @@ def test_no_test_is_left_out(runner: ModuleType) -> None:
         assert sum(file.is_relative_to(place) for place in places) == 1, file
 
 
-def test_what_reads_a_clock_has_no_neighbour(runner: ModuleType) -> None:
+def test_what_measures_times_has_no_neighbour(runner: ModuleType) -> None:
     service = Path(__file__).parent / "service"
-    soak, bad_input = (str(service / f"test_{name}.py") for name in ("soak", "bad_input"))
+    overload, bad_input = (
+        str(service / f"test_{name}.py") for name in ("faults_overload", "bad_input")
+    )
     waiting = [file for files in runner.waiting() for file in files]
-    assert soak in runner.alone() and soak not in waiting
+    assert overload in runner.alone() and overload not in waiting
     assert bad_input in waiting and bad_input not in runner.alone()
+
+
+def test_small_folders_share_a_start_of_pytest(
+    runner: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, many in {"kernels/a": 3, "kernels/b": 2, "deploy/c": 1, "deploy/d": 1}.items():
+        (tmp_path / name).mkdir(parents=True)
+        for i in range(many):
+            (tmp_path / name / f"test_{i}.py").touch()
+    monkeypatch.setattr(runner, "TESTS", tmp_path)
+    monkeypatch.setattr(runner, "LONG", ())
+    monkeypatch.setattr(runner, "LEAST", 4)
+    jobs = [sorted({Path(file).parent.name for file in job}) for job in runner.jobs()]
+    assert jobs == [["a", "b"], ["c", "d"]]
 
 
 @pytest.mark.parametrize(
@@ -112,7 +128,7 @@ def test_all_runs_are_counted_and_any_can_fail(
     *_, wants, last = capsys.readouterr().out.splitlines()
     failed = "1 failed, " if bad else ""
     many = 1 + len(folders) + len(files)
-    assert many == 20
+    assert many == 24
     counted = f"{failed}{3 * many - bool(bad)} passed, {many} skipped"
     assert last.startswith(f"===== all runs: {counted} in ")
     assert wants == f"===== skipped tests want: {many} frobnicator ====="

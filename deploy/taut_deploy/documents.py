@@ -27,7 +27,10 @@ MAX_NODES = 100_000
 # No text has them: a NUL ends a path or an argument, half a surrogate pair cannot be printed.
 _BROKEN_TEXT = re.compile("[\x00\ud800-\udfff]")
 _NUMBER_TAGS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
-_PARSE_ERRORS = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+_YAML_ERRORS = (
+    *(yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError),
+    *(OverflowError, RecursionError),
+)
 
 
 def read_json(path: Path, error_type: type[TautError]) -> Any:
@@ -121,9 +124,7 @@ def parse_yaml(text: str, origin: str, error_type: type[TautError]) -> Any:
     try:
         _require_bounded_events(text)
         value = yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
-    except yaml.YAMLError as error:
-        raise error_type(f"{origin}: not valid YAML: {_shown(error)}") from error
-    except _PARSE_ERRORS as error:
+    except _YAML_ERRORS as error:
         raise error_type(f"{origin}: not valid YAML: {_shown(error)}") from error
     if (reason := why_refused(value)) is not None:
         raise error_type(f"{origin}: {reason}")

@@ -76,11 +76,26 @@ def write_bytes_atomically(path: Path, content: bytes, mode: int | None = None) 
     Raises:
         OutputError: the disk cannot take it; the old file, if any, is still there.
     """
+    with replaced_atomically(path, mode) as temporary:
+        temporary.write_bytes(content)
+
+
+@contextlib.contextmanager
+def replaced_atomically(path: Path, mode: int | None = None) -> Iterator[Path]:
+    """Give a temporary file to write, which then takes the place of ``path``, flushed.
+
+    Args:
+        path: the file.
+        mode: its permissions; None leaves them to the umask.
+
+    Raises:
+        OutputError: the disk cannot take it; the old file, if any, is still there.
+    """
     # Not by process id alone: containers that share a volume have the same ones.
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     with disk_errors_named(path):
         try:
-            temporary.write_bytes(content)
+            yield temporary
             if mode is not None:
                 temporary.chmod(mode)
             fsync_path(temporary)

@@ -149,7 +149,7 @@ def _transpose(rows: int, columns: int, itemsize: int) -> Operands:
 
 def _fits(tile: GemmTile) -> bool:
     ring = 2 * tile.block_k * (tile.block_m + tile.block_n) * tile.num_stages
-    out = 0 if tile.split_k > 1 or not tile.store_tma else 2 * tile.block_m * tile.block_n
+    out = 0 if tile.split_k > 1 else 2 * tile.block_m * tile.block_n
     # A walk that starts the next tile early keeps its own part of shared memory for c.
     kept = out // tile.parts if tile.persistent else 0
     return max(ring + kept, out // tile.parts) + 1024 <= _SHARED_BYTES
@@ -164,8 +164,6 @@ def large_tiles() -> Iterator[GemmTile]:
                 plain = GemmTile(m, n, k, 8, stages, group_m, parts=parts)
                 walking = replace(plain, persistent=True)
                 yield from filter(_fits, (plain, walking, replace(walking, flatten=True)))
-            special = GemmTile(m, n, k, 4, stages, group_m, persistent=True, specialize=True)
-            yield from filter(_fits, (special, replace(special, store_tma=False)))
 
 
 def middle_tiles() -> Iterator[GemmTile]:
@@ -173,10 +171,9 @@ def middle_tiles() -> Iterator[GemmTile]:
     for m, n in ((128, 64), (128, 128), (128, 256), (256, 64), (256, 128)):
         for stages in (3, 4, 5, 6):
             plain = GemmTile(m, n, 64, 8, stages)
-            special = GemmTile(m, n, 64, 4, stages, persistent=True, specialize=True)
             walking = replace(plain, persistent=True, flatten=True)
             more = (plain, replace(plain, parts=2), walking, replace(walking, parts=2))
-            yield from filter(_fits, (*more, special, replace(special, store_tma=False)))
+            yield from filter(_fits, more)
 
 
 def small_tiles(M: int, N: int, K: int) -> Iterator[GemmTile]:

@@ -1,7 +1,7 @@
 """Find the decode kernel's tiles on this card: ``python -m tuning.tune_w4a16_decode``.
 
-Every candidate is compiled first, in parallel, then held to the error budget, then timed; the
-fastest one of each shape and token tile goes into a table for ``taut_kernels/tiles``: of symmetric
+Every candidate is compiled first, in parallel, then held to the error budget, then timed at 1 and
+8 tokens; the fastest one of each shape goes into a table for ``taut_kernels/tiles``: of symmetric
 groups of 128, or, with ``--group-size`` and ``--zero-points``, rows of another format.
 `tuning.merge_tiles` brings them into the shipped table.
 """
@@ -28,7 +28,7 @@ from taut_bench.w4a16_format import DEFAULT, Format
 from taut_kernels.gemm.w4a16 import decode_tile as tiles_decode
 from taut_kernels.gemm.w4a16 import dispatch as w4a16_launch
 from taut_kernels.gemm.w4a16 import weight_format
-from taut_kernels.gemm.w4a16.decode_tile import DecodeTile
+from taut_kernels.gemm.w4a16.decode_tile import TOKENS, DecodeTile
 from taut_kernels.gemm.w4a16.plan import Weight
 from taut_kernels.tuner import timing
 from taut_kernels.tuner.refusal import first_line
@@ -40,26 +40,20 @@ SHAPES = LLAMA3_8B_PRODUCTS | SQUARE
 """N × K of a Llama-3-8B layer's products, and the square of the literature."""
 KNOWN = "try only tiles that won on a measured shape, with K split otherwise"
 _WARPS_PER_GPU = (850, 4500)
-_QUEUES = {
-    (1, 1): ((8, 8, 2), (8, 4, 1), (8, 8, 8)),
-    (1, 2): ((4, 4, 2), (2, 2, 2), (8, 2, 2), (8, 1, 1)),
-    (2, 2): ((4, 4, 2), (4, 4, 4), (2, 2, 2), (4, 2, 2), (6, 2, 2), (4, 1, 1)),
-}
-"""(depth, x_depth, batch) to try, by row tiles and token tiles."""
-_REGISTERS = {(1, 1): (0, 96, 112, 128, 136, 144), (1, 2): (0, 96), (2, 2): (128, 168)}
-"""Caps to try, by row tiles and token tiles. Without one ptxas aims at some 72 registers a thread,
+_QUEUES = ((8, 8, 2), (8, 4, 1), (8, 8, 8))
+"""(depth, x_depth, batch) to try."""
+_REGISTERS = (0, 96, 112, 128, 136, 144)
+"""Caps to try. Without one ptxas aims at some 72 registers a thread,
 and loads the activations two at a time, right before their product. With 136 or 144 there is room
 for the next weights while a unit is multiplied; up to 128 they are asked for behind it."""
 _ALL_REGISTERS = 132 * 65536
 
 
-def candidates(N: int, K: int, token_tiles: int) -> Iterator[DecodeTile]:
+def candidates(N: int, K: int) -> Iterator[DecodeTile]:
     """Yield the tiles worth compiling for one shape."""
     units = -(-K // tiles_decode.UNIT)
-    for row_tiles, row_warps, k_warps, split in itertools.product(
-        (1, 2), (1, 2, 4), (1, 2, 4, 8), range(1, 9)
-    ):
-        warps = N // 16 // row_tiles * k_warps * split
+    for row_warps, k_warps, split in itertools.product((1, 2, 4), (1, 2, 4, 8), range(1, 9)):
+        warps = N // 16 * k_warps * split
         if not 2 <= row_warps * k_warps <= 8:
             continue
         if w4a16_known_tiles.idle_share(units, k_warps * split) > w4a16_known_tiles.MOST_IDLE:
@@ -69,24 +63,20 @@ def candidates(N: int, K: int, token_tiles: int) -> Iterator[DecodeTile]:
         if (row_warps > 2 and k_warps > 1) or (split > 1 and k_warps > 2):
             continue
         for (depth, x_depth, batch), fence, registers in itertools.product(
-            _QUEUES.get((row_tiles, token_tiles), ()),
-            (False, True) if token_tiles == 1 else (False,),
-            _REGISTERS.get((row_tiles, token_tiles), ()),
+            _QUEUES, (False, True), _REGISTERS
         ):
-            if token_tiles == 1 and warps * 32 * registers > _ALL_REGISTERS:
+            if warps * 32 * registers > _ALL_REGISTERS:
                 continue  # not every program would have a place at once
-            yield DecodeTile(
-                row_tiles, row_warps, k_warps, split, depth, x_depth, batch, fence, registers
-            )
+            yield DecodeTile(row_warps, k_warps, split, depth, x_depth, batch, fence, registers)
 
 
-def _tried(N: int, K: int, M: int, given: Format, *, known: bool) -> list[DecodeTile]:
-    """Return the candidates of one shape and number of tokens, each once."""
-    lean = M <= 8 and given.weights is not DEFAULT.weights
+def _tried(N: int, K: int, given: Format, *, known: bool) -> list[DecodeTile]:
+    """Return the candidates of one shape, each once."""
+    lean = given.weights is not DEFAULT.weights
     found: list[DecodeTile] = w4a16_known_tiles.lean_decode_tiles(N, K) if lean else []
     if not (lean and known):
         search = w4a16_known_tiles.decode_tiles if known else candidates
-        found += search(N, K, 1 if M <= 8 else 2)
+        found += search(N, K)
     return list(dict.fromkeys(found))
 
 
@@ -103,15 +93,15 @@ def _subject(layer: Layer, M: int, tile: DecodeTile, weights: list[Weight]) -> t
 
 
 def _time_shape(
-    name: str, given: Format, Ms: Sequence[int], tiles: dict[int, list[DecodeTile]]
+    name: str, given: Format, Ms: Sequence[int], tiles: list[DecodeTile]
 ) -> list[Result]:
     N, K = PRODUCTS[name]
     size, zero_points = given.group_size, given.zero_points
-    layer = make_layer(N, K, size, 16, torch.bfloat16, zero_points=zero_points)
+    layer = make_layer(N, K, size, TOKENS, torch.bfloat16, zero_points=zero_points)
     weights = layer.packed(timing.copies_needed(layer.weight_bytes()))
     results: list[Result] = []
     for M in Ms:
-        for tile in tiles[M]:
+        for tile in tiles:
             subject = _subject(layer, M, tile, weights)
             try:
                 y = subject.call(0)
@@ -128,20 +118,19 @@ def _time_shape(
 
 
 def _table_rows(results: list[Result], given: Format = DEFAULT) -> list[dict[str, Any]]:
-    """Put the best tile of each shape and token tile into the rows of a table of ``tiles/``.
+    """Put the best tile of each shape into the rows of a table of ``tiles/``.
 
-    With 8 token columns the least sum over the measured M counts, so that no M pays for another.
+    The least sum over the measured M counts, so that no M pays for another.
     """
-    sums: dict[tuple[int, int, int], dict[DecodeTile, list[float]]] = {}
+    sums: dict[tuple[int, int], dict[DecodeTile, list[float]]] = {}
     for result in results:
-        key = (result.N, result.K, 8 if result.M <= 8 else 16)
-        sums.setdefault(key, {}).setdefault(result.tile, []).append(result.us)
+        sums.setdefault((result.N, result.K), {}).setdefault(result.tile, []).append(result.us)
     rows = []
-    for (N, K, max_m), tiles in sums.items():
+    for (N, K), tiles in sums.items():
         most = max(len(us) for us in tiles.values())
         complete = {tile: us for tile, us in tiles.items() if len(us) == most}
         tile, us = min(complete.items(), key=lambda item: sum(item[1]))
-        named = {"N": N, "K": K, "max_m": max_m} | weight_format.as_field(given.weights)
+        named = {"N": N, "K": K, "max_m": TOKENS} | weight_format.as_field(given.weights)
         rows.append(named | {"tile": dataclasses.asdict(tile), "us": us})
     return rows
 
@@ -151,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tuning.tune_w4a16_decode")
     parser.add_argument("--output", type=Path, required=True, help="directory for the results")
     parser.add_argument("--shape", action="append", choices=sorted(PRODUCTS))
-    parser.add_argument("--tokens", type=int, action="append", choices=(1, 8, 16))
+    parser.add_argument("--tokens", type=int, action="append", choices=(1, 8))
     parser.add_argument("--known", action="store_true", help=KNOWN)
     parser.add_argument("--processes", type=int, default=14, help="compilers beside each other")
     w4a16_format.add_tuned_arguments(parser)
@@ -160,15 +149,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if cuda_device.missing("tuning.tune_w4a16_decode"):
         return 2
     shapes = {name: PRODUCTS[name] for name in arguments.shape or SHAPES}
-    Ms, given = arguments.tokens or [1, 8, 16], w4a16_format.tuned(arguments)
-    tiles = {
-        (name, M): _tried(*shape, M, given, known=arguments.known)
-        for name, shape in shapes.items()
-        for M in Ms
-    }
+    Ms, given = arguments.tokens or [1, 8], w4a16_format.tuned(arguments)
+    tiles = {name: _tried(*shape, given, known=arguments.known) for name, shape in shapes.items()}
     wanted = [
-        Job(*shapes[name], 8 if M <= 8 else 16, tile, given.weights)
-        for (name, M), some in tiles.items()
+        Job(*shapes[name], TOKENS, tile, given.weights)
+        for name, some in tiles.items()
         for tile in some
     ]
     jobs = {job.key: job for job in wanted}
@@ -181,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.output.mkdir(parents=True, exist_ok=True)
     results: list[Result] = []
     for name in shapes:
-        found = _time_shape(name, given, Ms, {M: tiles[name, M] for M in Ms})
+        found = _time_shape(name, given, Ms, tiles[name])
         results += found
         for M in Ms:
             mine = sorted((r for r in found if r.M == M), key=lambda r: r.us)

@@ -1,15 +1,14 @@
 """Find the tiles for more than 8 tokens: ``python -m tuning.tune_w4a16_wgmma``.
 
-Every candidate of the `wgmma`, the `wgmma` ring (to 128 tokens; fed by TMA from 32 to 256) and the
-ring kernel (to 64), and from 256 to 2048 tokens of two tiles for one product, is compiled first, in
-parallel, then held to the error budget, called again and again for the same bits, then timed, with
-the dense (to 16 tokens: the decode) regime and what ships today; the fastest one of each shape and
-bucket of M goes into a table for ``taut_kernels/tiles``. Reordering the activations is inside the
-time. With ``--between`` the fastest ones meet what ships, in turn, at numbers of tokens spread over
-the bucket (``between.csv``, what ships first), and the table has the rows that are worth a change
-and those that a change of a wider bucket asks for. ``--group-size`` and ``--zero-points``
-make rows of another format than symmetric groups of 128; `tuning.merge_tiles` brings
-them into the shipped table.
+Every candidate of the `wgmma` ring (to 128 tokens; fed by TMA from 32 to 256) and the ring kernel
+(to 64), and from 256 to 2048 tokens of two tiles for one product, is compiled first, in parallel,
+then held to the error budget, called again and again for the same bits, then timed, with the dense
+product (from 17 tokens on) and what ships today; the fastest one of each shape and bucket of M goes
+into a table for ``taut_kernels/tiles``. With ``--between`` the fastest ones meet what ships,
+in turn, at numbers of tokens spread over the bucket (``between.csv``, what ships first), and the
+table has the rows that are worth a change and those that a change of a wider bucket asks for.
+``--group-size`` and ``--zero-points`` make rows of another format than symmetric groups of 128;
+`tuning.merge_tiles` brings them into the shipped table.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from taut_kernels.gemm.w4a16 import dispatch as w4a16_launch
 from taut_kernels.gemm.w4a16 import lookup as tiles_wgmma
 from taut_kernels.gemm.w4a16 import weight_format
 from taut_kernels.gemm.w4a16.decode_ring_tile import MAX_TOKENS, RingTile, token_tiles
-from taut_kernels.gemm.w4a16.lookup import BUCKETS, DECODE_TOKENS, Choice, WgmmaTile
+from taut_kernels.gemm.w4a16.lookup import BUCKETS, DECODE_TOKENS, Choice
 from taut_kernels.gemm.w4a16.pair_tile import WavesTile
 from taut_kernels.gemm.w4a16.plan import Call, Weight
 from taut_kernels.gemm.w4a16.ring_tile import WgmmaRingTile
@@ -60,9 +59,6 @@ from tuning.wgmma_waves_candidates import (
 TOKENS = (*BUCKETS, 4096)
 """M at which a bucket is decided: its largest, and 4096 for the one without a limit."""
 REPEATS = 12
-_SPLITS = (1, 2, 4, 8)
-_PROGRAMS = (100, 700)
-_SHARED_BYTES = 200_000
 _MULTIPROCESSORS = 132
 _REGISTERS = 65536
 _RING_BYTES = 220_000
@@ -77,36 +73,11 @@ _RING_CAPS: dict[tuple[int, int], tuple[int, ...]] = {
 """Registers a thread to allow, about what ptxas wants; by row, token tiles."""
 _SMALL_GROUP_CAP = 168
 """Of two row tiles: scales and zero points of groups of 32 spill under a cap of 128."""
-REGIMES = ("ring", "wgmma", "wgmma-ring", "tma", "tma-waves")
+REGIMES = ("ring", "wgmma-ring", "tma", "tma-waves")
 RING_TOKENS = 128
 """Most tokens whose ring candidates are a rule's; from 256 on a short list has them."""
 _FED_WAVES = (192, 2048)
-Tile = WgmmaTile | RingTile | WgmmaRingTile | WavesTile
-
-
-def candidates(N: int, K: int, M: int) -> Iterator[WgmmaTile]:
-    """Yield the tiles worth compiling for one shape and number of tokens."""
-    blocks = (M,) if M <= 64 else (64, 128) if M == 128 else (128, 256)
-    for block_m, reps, warps, chunks, stages, reordered, early, ahead in itertools.product(
-        blocks, (1, 2), (4, 8), (1, 2), (3, 4), (False, True), (False, True), (0, 1, 2)
-    ):
-        # Few tokens want long steps; with many, weights in registers leave no room for sums.
-        if (stages == 4 or chunks == 1) if M <= 64 else ahead:
-            continue
-        rows = 16 * reps * warps
-        if reordered != (M > 64) and M != 64:
-            continue
-        if reps * block_m > 256 or (chunks == 2 and (reps * block_m == 256 or (K // 64) % 2)):
-            continue
-        if stages * chunks * (rows * 32 + block_m * 128) > _SHARED_BYTES:
-            continue
-        programs = triton.cdiv(N, rows) * triton.cdiv(M, block_m)
-        for split in _SPLITS:
-            if not _PROGRAMS[0] <= programs * split or (
-                split > 1 and (M > 512 or programs * split > _PROGRAMS[1])
-            ):
-                continue
-            yield WgmmaTile(block_m, reps, warps, chunks, split, stages, reordered, early, ahead)
+Tile = RingTile | WgmmaRingTile | WavesTile
 
 
 def ring_candidates(N: int, K: int, M: int, given: Format = DEFAULT) -> Iterator[RingTile]:
@@ -152,8 +123,6 @@ def all_candidates(
     found: list[Tile] = []
     if "ring" in regimes and M <= MAX_TOKENS:
         found += ring_candidates(N, K, M, given)
-    if "wgmma" in regimes:
-        found += candidates(N, K, M)
     if "wgmma-ring" in regimes and M <= RING_TOKENS:
         found += wgmma_ring_candidates(N, K, M, given)
     if "tma" in regimes:
@@ -170,7 +139,7 @@ def regime_of(tile: Tile) -> str:
     """Name the regime of a tile, one of :data:`REGIMES`."""
     if isinstance(tile, WgmmaRingTile):
         return "tma" if tile.tma else "wgmma-ring"
-    return {RingTile: "ring", WgmmaTile: "wgmma", WavesTile: "tma-waves"}[type(tile)]
+    return "ring" if isinstance(tile, RingTile) else "tma-waves"
 
 
 Result = w4a16_rows.Result[Choice]
@@ -233,11 +202,11 @@ def _time_shape(
     weights = layer.packed(timing.copies_needed(layer.weight_bytes()))
     timed = Timed()
     for M in Ms:
-        other: Choice = "decode" if M <= DECODE_TOKENS else "dense"
+        others: tuple[Choice, ...] = () if M <= DECODE_TOKENS else ("dense",)
         bucket, device = tiles_wgmma.bucket_of(M), layer.x.device
         gpu, hopper = gpu_name(device), is_hopper(device)
         ships = tiles_wgmma.lookup(gpu, N, K, bucket, given.weights, hopper=hopper)
-        for tile in dict.fromkeys((other, ships, *tiles[M])):
+        for tile in dict.fromkeys((*others, ships, *tiles[M])):
             subject = _subject(layer, M, tile, weights)
             try:
                 reason = _why_wrong(layer, subject)

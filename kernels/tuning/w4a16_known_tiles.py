@@ -16,7 +16,6 @@ from taut_kernels.gemm.w4a16 import lookup as tiles_wgmma
 from taut_kernels.gemm.w4a16.cost import estimate
 from taut_kernels.gemm.w4a16.decode_ring_tile import MAX_TOKENS, RingTile
 from taut_kernels.gemm.w4a16.decode_tile import UNIT, DecodeTile
-from taut_kernels.gemm.w4a16.lookup import WgmmaTile
 from taut_kernels.gemm.w4a16.ring_tile import WgmmaRingTile
 from taut_kernels.gemm.w4a16.weight_format import DEFAULT
 from tuning.wgmma_tma_candidates import REGISTERS, tma_candidates, well_filled
@@ -36,27 +35,24 @@ _ONE_BLOCK_TOKENS = 128
 """Up to here only winners of the same bucket are tried: the tables have several for each."""
 
 
-def decode_tiles(N: int, K: int, token_tiles: int) -> list[DecodeTile]:
-    """Return decode tiles for a shape: what won on it, and what won on several shapes.
+def decode_tiles(N: int, K: int) -> list[DecodeTile]:
+    """Return decode tiles for up to 8 tokens: what won on a shape, and what won on several.
 
     Of symmetric groups of 128; other formats want :func:`lean_decode_tiles`, too.
 
     Args:
         N: output features.
         K: input features.
-        token_tiles: 1 for M ≤ 8, 2 for M ≤ 16.
     """
     units, found = -(-K // UNIT), []
     for table in tiles_decode.tables().values():
         won = {
-            key[:2]: dataclasses.replace(tile, split_k=1)
-            if token_tiles > 1
-            else dataclasses.replace(tile, split_k=1, registers=0)
+            key[:2]: dataclasses.replace(tile, split_k=1, registers=0)
             for key, tile in table.choices.items()
-            if key[2:] == (token_tiles, DEFAULT)
+            if key[2] is DEFAULT
         }
         for tile, count in Counter(won.values()).items():
-            if count == 1 and token_tiles == 1 and won.get((N, K)) != tile:
+            if count == 1 and won.get((N, K)) != tile:
                 continue  # many tiles won once
             for split in range(1, 9):
                 programs = -(-N // tile.rows) * split
@@ -64,9 +60,9 @@ def decode_tiles(N: int, K: int, token_tiles: int) -> list[DecodeTile]:
                     continue
                 if not _enough(programs, split):
                     continue
-                for cap in _REGISTERS if token_tiles == 1 else (tile.registers,):
+                for cap in _REGISTERS:
                     found.append(dataclasses.replace(tile, split_k=split, registers=cap))
-    found.append(tiles_decode.rule(N, K, token_tiles, hopper=True))
+    found.append(tiles_decode.rule(N, K, hopper=True))
     return list(dict.fromkeys(found))
 
 
@@ -80,7 +76,7 @@ def idle_share(units: int, parts: int) -> float:
     return -(-units // parts) * parts / units - 1
 
 
-def product_tiles(N: int, K: int, M: int) -> list[RingTile | WgmmaTile | WgmmaRingTile]:
+def product_tiles(N: int, K: int, M: int) -> list[RingTile | WgmmaRingTile]:
     """Return tiles for more than 8 tokens: winners at about as many.
 
     Args:
@@ -101,12 +97,12 @@ def product_tiles(N: int, K: int, M: int) -> list[RingTile | WgmmaTile | WgmmaRi
         own
         for table in tiles_wgmma.tables().values()
         for key, own in table.choices.items()
-        if key[:3] == (N, K, bucket) and isinstance(own, RingTile | WgmmaTile | WgmmaRingTile)
+        if key[:3] == (N, K, bucket) and isinstance(own, RingTile | WgmmaRingTile)
     ]
     return list(dict.fromkeys(found))
 
 
-def _cuts(tile: Any, N: int, K: int, M: int) -> Iterator[RingTile | WgmmaTile | WgmmaRingTile]:
+def _cuts(tile: Any, N: int, K: int, M: int) -> Iterator[RingTile | WgmmaRingTile]:
     """Yield a winner with K split in every way that fits the shape."""
     if isinstance(tile, RingTile):
         blocks, step, fewest = 1, tile.chunks_per_step, 4
@@ -114,14 +110,14 @@ def _cuts(tile: Any, N: int, K: int, M: int) -> Iterator[RingTile | WgmmaTile | 
     elif isinstance(tile, WgmmaRingTile) and tile.tma:
         yield from _tma_cuts(tile, N, K, M)
         return
-    elif isinstance(tile, WgmmaTile | WgmmaRingTile):
+    elif isinstance(tile, WgmmaRingTile):
         blocks, step, fewest = -(-M // tile.block_m), tile.chunks_per_step, 2
         # Half of a block of tokens without a token would be computed for nothing.
         fits = tile.block_m < 2 * M
     else:
         return  # a word, or two tiles cut for one shape
     chunks = K // 64
-    if not fits or (isinstance(tile, WgmmaTile) and chunks % step):
+    if not fits:
         return
     programs = -(-N // tile.rows) * blocks
     for split in _SPLITS if M <= _SPLIT_TOKENS else (1,):
@@ -161,7 +157,7 @@ def lean_decode_tiles(N: int, K: int) -> list[DecodeTile]:
         K: input features.
     """
     cuts = [
-        (estimate(tiles_decode.cut(tile, N, K, 1), cost), tile)
+        (estimate(tiles_decode.cut(tile, N, K), cost), tile)
         for known, figures in tiles_decode.CANDIDATES
         for tile, cost in tiles_decode.splits_of(known, figures, N, K)
     ]
@@ -170,7 +166,7 @@ def lean_decode_tiles(N: int, K: int) -> list[DecodeTile]:
         tile
         for table in tiles_decode.tables().values()
         for key, tile in table.choices.items()
-        if key[:3] == (N, K, 1)
+        if key[:2] == (N, K)
     ]
     found = [
         dataclasses.replace(

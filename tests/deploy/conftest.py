@@ -3,6 +3,7 @@ path), and keeps the tiny models of these tests on one thread."""
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -20,3 +21,27 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def fixed_kernels(monkeypatch):
+    """Hashing our sources is another test's; the mode, set for the whole process, is put back."""
+    monkeypatch.setenv("TAUT_KERNELS", "prefer")
+    monkeypatch.setattr(
+        "taut_kernels.vllm_plugin.cache_key",
+        lambda verdicts=None: f"{os.environ['TAUT_KERNELS']}-0",
+    )
+
+
+@pytest.fixture
+def call_taut(monkeypatch, capfd):
+    """The command inside this process: its exit code, standard output and standard error."""
+    from taut_deploy import cli
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["taut", *arguments])
+        code = cli.main()
+        captured = capfd.readouterr()
+        return code, captured.out, captured.err
+
+    return call

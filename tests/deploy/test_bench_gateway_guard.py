@@ -17,7 +17,7 @@ from taut_deploy.bench.gateway_guard_report import document, markdown, write
 from taut_deploy.bench.mock_readings import read, tokenized
 from taut_deploy.cli import app
 from taut_deploy.errors import MeasureError, WorkerError
-from taut_service.guard.divergence import diverge, read_distributions
+from taut_service.guard.divergence import diverge, expected, read_distributions
 
 HOST = {"cpu": "2 x test", "date": "2026-11-27"}
 
@@ -84,7 +84,8 @@ def test_mock_reads_as_much_as_it_is_sent() -> None:
     places = read_distributions(json.loads(answer), 1, 4)
     assert [len(place) for place in places] == [6, 6, 6]
     again = read(b'{"prompt": [5, 6, 7, 8], "prompt_logprobs": 5}').partition(b"\r\n\r\n")[2]
-    kl, disagreement, _, _ = diverge(places, read_distributions(json.loads(again), 1, 4), 1.0)
+    second = read_distributions(json.loads(again), 1, 4)
+    kl, disagreement, _, _ = diverge(expected(places), second, 1.0)
     assert again != answer
     assert (kl < 1e-6, disagreement) == (True, 0.0)
     assert read(b'{"prompt": "x y", "prompt_logprobs": 99}').startswith(b"HTTP/1.1 400 ")

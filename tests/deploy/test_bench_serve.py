@@ -131,6 +131,17 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
     assert (code, "answered 500" in out) == (2, True)
 
 
+def test_a_key_that_is_none_is_refused_before_anything_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TAUT_API_KEY", "two keys")
+    asked: list[str] = []
+    with server(asked, "a") as a:
+        refused = run("--target", f"a={a}=m", "--rounds", "1")
+    assert refused == (2, "TAUT_API_KEY: expected one key, a line of printable ASCII")
+    assert asked == []
+
+
 def test_a_machine_without_a_card_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert serve_report.describe_host()["GPU"] == "none here"

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import platform
 import sys
 from pathlib import Path
 
 import pytest
+from tiny_manifest import tiny_manifest
 
 from taut_deploy import cli
 from taut_deploy.cache import cache_key_of, key
 from taut_deploy.cache.warm import key_for
-from taut_deploy.checkpoint import Golden, Manifest, seal
+from taut_deploy.checkpoint import seal
 from taut_deploy.errors import ModelError, WorkerError
 from taut_deploy.worker import WorkerSpec
+
+pytestmark = pytest.mark.usefixtures("fixed_kernels")
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -36,16 +38,6 @@ def write_model(path: Path, **changes: object) -> Path:
     (path / "config.json").write_text(json.dumps(CONFIG | changes))
     (path / "model.safetensors").write_bytes(b"weights")
     return path
-
-
-@pytest.fixture(autouse=True)
-def fixed_kernels(monkeypatch):
-    """Hashing our sources is another test's; the mode, set for the whole process, is put back."""
-    monkeypatch.setenv("TAUT_KERNELS", "prefer")
-    monkeypatch.setattr(
-        "taut_kernels.vllm_plugin.cache_key",
-        lambda verdicts=None: f"{os.environ['TAUT_KERNELS']}-0",
-    )
 
 
 @pytest.fixture
@@ -195,13 +187,8 @@ def test_no_secret_is_among_the_parts(model, monkeypatch):
 
 
 def test_a_checkpoint_decides_its_own_context(model, monkeypatch):
-    golden = Golden("a", "b", 1, 1.0)
-    lists: dict = {"recipe": {}, "base_model": {}, "calibration": {}, "layers": []}
-    manifest = Manifest(
-        "m", "W8A8", 8, recipe_hash="", golden=golden, max_model_len=64, libraries={}, **lists
-    )
     before = of(WorkerSpec(model), monkeypatch)
-    seal(model, manifest)
+    seal(model, tiny_manifest())
     assert of(WorkerSpec(model), monkeypatch) == of(
         WorkerSpec(model, max_model_len=64), monkeypatch
     )

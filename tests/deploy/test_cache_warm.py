@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -14,36 +13,22 @@ from pathlib import Path
 
 import pytest
 from test_cache_key import write_model
+from tiny_manifest import tiny_manifest
 from tiny_models import write_llama
 
 from taut_deploy.cache import place, warm
-from taut_deploy.checkpoint import Golden, Manifest, seal
+from taut_deploy.checkpoint import Golden, seal
 from taut_deploy.errors import OutputError, WorkerError
 from taut_deploy.worker import WorkerSpec, worker_command
+
+pytestmark = pytest.mark.usefixtures("fixed_kernels")
 
 FAKE = Path(__file__).parent / "fake_cache_worker.py"
 TAUT = str(Path(sys.executable).with_name("taut"))
 
 
-@pytest.fixture(autouse=True)
-def fixed_kernels(monkeypatch):
-    """Hashing our sources is another test's; the mode, set for the whole process, is put back."""
-    monkeypatch.setenv("TAUT_KERNELS", "prefer")
-    monkeypatch.setattr(
-        "taut_kernels.vllm_plugin.cache_key",
-        lambda verdicts=None: f"{os.environ['TAUT_KERNELS']}-0",
-    )
-
-
 def seal_with_golden(model: Path) -> Path:
-    golden = Golden("The capital of France is", " Paris", 1, 1.0)
-    lists: dict = {"recipe": {}, "base_model": {}, "calibration": {}, "layers": []}
-    seal(
-        model,
-        Manifest(
-            "m", "W8A8", 8, recipe_hash="", golden=golden, max_model_len=64, libraries={}, **lists
-        ),
-    )
+    seal(model, tiny_manifest(golden=Golden("The capital of France is", " Paris", 1, 1.0)))
     return model
 
 

@@ -9,9 +9,10 @@ import socket
 from pathlib import Path
 
 import pytest
+from tiny_manifest import tiny_manifest
 from tiny_models import edit_json
 
-from taut_deploy.checkpoint import Golden, Manifest, read_manifest, record_validation, seal, verify
+from taut_deploy.checkpoint import Golden, read_manifest, record_validation, seal, verify
 from taut_deploy.errors import CheckpointError
 
 
@@ -24,20 +25,7 @@ def checkpoint(tmp_path):
     (folder / "model-00002-of-00002.safetensors").write_bytes(bytes(range(255, -1, -1)) * 8)
     (folder / "config.json").write_text("{}")
     (folder / "compression_log.json").write_text('{"seconds": 1}')
-    manifest = Manifest(
-        name="m",
-        scheme="W8A8",
-        bits=8,
-        recipe={"name": "r"},
-        recipe_hash="sha256:0",
-        base_model={"name": "m", "digest": "sha256:1", "source": "here"},
-        calibration={},
-        layers=[],
-        golden=Golden("a", "b", 1, 2.0),
-        max_model_len=64,
-        libraries={},
-    )
-    seal(folder, manifest)
+    seal(folder, tiny_manifest())
     return folder
 
 

@@ -73,7 +73,7 @@ def taut(room: Path, *arguments: str, **extra: str) -> subprocess.CompletedProce
 
 
 @pytest.fixture
-def run(room, monkeypatch, capfd):
+def run(room, monkeypatch, call_taut):
     """The command inside this process, where a process of its own would only cost time.
 
     What the console script adds to ``main`` is its exit code, which the other tests look at.
@@ -81,14 +81,7 @@ def run(room, monkeypatch, capfd):
     monkeypatch.chdir(room)
     for name, value in environment(room).items():
         monkeypatch.setenv(name, value)
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["taut", *arguments])
-        code = cli.main()
-        captured = capfd.readouterr()
-        return code, captured.out, captured.err
-
-    return call
+    return call_taut
 
 
 def test_json_of_a_compression_is_all_of_stdout(room, tmp_path):

@@ -56,7 +56,7 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(room, monkeypatch, capfd):
+def run(room, monkeypatch, call_taut):
     """The command inside this process; ceilings are measured in no time, and kept."""
     monkeypatch.chdir(room)
     monkeypatch.setenv("TAUT_HOME", str(room / "home"))
@@ -64,14 +64,7 @@ def run(room, monkeypatch, capfd):
     monkeypatch.setattr(ceilings, "_CPU_SECONDS", 0.0)
     monkeypatch.setattr(ceilings, "_COPY_BYTES", 2**20)
     monkeypatch.setattr(ceilings, "_load", lambda device: 0.0)
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["taut", *arguments])
-        code = cli.main()
-        captured = capfd.readouterr()
-        return code, captured.out, captured.err
-
-    return call
+    return call_taut
 
 
 def test_roofline_of_an_op_over_sizes(run, room: Path) -> None:

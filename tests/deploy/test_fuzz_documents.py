@@ -11,8 +11,9 @@ import random
 from dataclasses import asdict
 
 import pytest
+from tiny_manifest import tiny_manifest
 
-from taut_deploy.checkpoint import Golden, Manifest, read_manifest
+from taut_deploy.checkpoint import read_manifest
 from taut_deploy.errors import TautError
 from taut_deploy.models.directory import read_config
 from taut_deploy.recipe import parse_recipe
@@ -34,19 +35,8 @@ latency: {itl_p50_ratio_at_most: 1.05, required: true}
 SERVE = "model: m\nport: 8000\nworkers: 2\nkernels: off\nvllm_args: [--x]\ngateway: {a: {b: 1}}\n"
 MANIFEST = json.dumps(
     asdict(
-        Manifest(
-            name="m",
-            scheme="W8A8",
-            bits=8,
-            recipe={"name": "r"},
-            recipe_hash="sha256:0",
-            base_model={"name": "m", "digest": "sha256:1", "source": "here"},
-            calibration={},
-            layers=[{"name": "a"}],
-            golden=Golden("a", "b", 1, 2.0),
-            max_model_len=64,
-            libraries={"torch": "2"},
-            files={"config.json": "0" * 64},
+        tiny_manifest(
+            layers=[{"name": "a"}], libraries={"torch": "2"}, files={"config.json": "0" * 64}
         )
     )
 )

@@ -20,9 +20,10 @@ from typing import Any
 
 import pytest
 import yaml
+from tiny_manifest import tiny_manifest
 from tiny_models import write_llama
 
-from taut_deploy.checkpoint import MANIFEST, Golden, Manifest, read_manifest, seal
+from taut_deploy.checkpoint import MANIFEST, read_manifest, seal
 from taut_deploy.diagnose.default_kernels import config_of, suits_decode_attention, suits_fused_ops
 from taut_deploy.errors import CheckpointError, ModelError, TautError
 from taut_deploy.models.directory import read_shape
@@ -168,17 +169,10 @@ def sealed(directory: Path) -> dict[str, Any]:
     directory.mkdir()
     (directory / "config.json").write_text("{}")
     measured = {"estimate": 1.01, "low": 1.0, "high": 1.02}
-    manifest = Manifest(
-        name="m",
-        scheme="W8A8",
-        bits=8,
+    manifest = tiny_manifest(
         recipe={"name": "r", "stages": []},
-        recipe_hash="sha256:0",
-        base_model={"name": "m", "digest": "sha256:1", "source": "here"},
         calibration={"hash": "sha256:2", "description": "d", "sequences": 4},
         layers=[{"name": "l", "group_size": 32, "bits": 8, "density": 1.0}],
-        golden=Golden("a", "b", 1, 2.0),
-        max_model_len=64,
         libraries={"torch": "2"},
         validation={"verdict": "PASS", "policy": "p", "metrics": {"perplexity_ratio": measured}},
     )

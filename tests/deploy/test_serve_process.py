@@ -85,31 +85,29 @@ async def test_a_child_that_dies_is_started_again_with_growing_waits(supervise):
     assert not alive(last)
 
 
-async def test_waits_double_up_to_the_longest(supervise, monkeypatch):
-    waits: list[float] = []
-    process, _ = supervise("raise SystemExit(3)", policy=RestartPolicy(1.0, 5.0, 60.0, 6))
+@pytest.fixture
+def waits(monkeypatch) -> list[float]:
+    """What the supervisor waited, in seconds; it takes no time."""
+    waited: list[float] = []
     real = asyncio.sleep
 
     async def sleep(seconds: float) -> None:
-        waits.append(seconds)
+        waited.append(seconds)
         await real(0)
 
     monkeypatch.setattr("taut_deploy.serve.process.asyncio.sleep", sleep)
+    return waited
+
+
+async def test_waits_double_up_to_the_longest(supervise, waits):
+    process, _ = supervise("raise SystemExit(3)", policy=RestartPolicy(1.0, 5.0, 60.0, 6))
     with pytest.raises(WorkerError):
         await process.run()
     assert waits == [1.0, 2.0, 4.0, 5.0, 5.0]
 
 
-async def test_a_child_that_worked_long_enough_starts_the_waits_afresh(supervise, monkeypatch):
-    waits: list[float] = []
+async def test_a_child_that_worked_long_enough_starts_the_waits_afresh(supervise, waits):
     process, _ = supervise("raise SystemExit(3)", policy=RestartPolicy(1.0, 5.0, 0.0, 5))
-    real = asyncio.sleep
-
-    async def sleep(seconds: float) -> None:
-        waits.append(seconds)
-        await real(0)
-
-    monkeypatch.setattr("taut_deploy.serve.process.asyncio.sleep", sleep)
     with pytest.raises(WorkerError):
         await process.run()
     assert waits == [1.0] * 4

@@ -319,7 +319,7 @@ def test_a_damaged_or_foreign_file_is_refused_in_one_line(
     # Not measured on this machine, nor looked for: a worker on a CPU does not ask.
     assert named_verdicts(WorkerSpec(model), "prefer", "cpu") == given
     given.write_text("[]")
-    with pytest.raises(WorkerError, match=r"given\.json: no verdicts of format 2"):
+    with pytest.raises(WorkerError, match=r"given\.json: no verdicts of format 3"):
         named_verdicts(WorkerSpec(model), "prefer", "cpu")
 
 

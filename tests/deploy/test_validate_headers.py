@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from taut_deploy import api_key
 from taut_deploy.validate import CouldNotValidateError
-from taut_deploy.validate.headers import parse_headers, read_api_key, request_headers
+from taut_deploy.validate.headers import parse_headers, request_headers
 
 FLAG = "--candidate-header"
 
@@ -39,6 +40,10 @@ def test_wrong_headers_are_refused_and_not_repeated(given, fragment):
     assert fragment in message
     assert "secret" not in message
     assert "\n" not in message
+
+
+def read_api_key(file, environment):
+    return api_key.read_api_key(file, environment, CouldNotValidateError)
 
 
 def test_the_key_comes_from_a_file_or_the_environment(tmp_path):

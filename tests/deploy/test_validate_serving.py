@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from tiny_models import write_llama
 
 from taut_deploy.errors import WorkerError
 from taut_deploy.validate import serving
@@ -113,6 +114,30 @@ def test_the_worker_runs_the_models_own_code_only_where_the_validation_may(
 
     monkeypatch.setattr(serving, "ask_one_worker", ask_one_worker)
     monkeypatch.setattr(serving, "installed_platform", lambda: "cpu")
-    asked = job(tmp_path, trust_remote_code=trusted)
+    write_llama(tmp_path / "model")
+    asked = job(tmp_path, candidate=str(tmp_path / "model"), trust_remote_code=trusted)
     serving.compare_served(asked, [(1, 2)], NOISE, open_files)
     assert ("--trust-remote-code" in started[0]) is trusted
+
+
+@pytest.mark.parametrize(("length", "asked"), [(64, 64), (127, 127), (128, 127), (500, 127)])
+def test_a_worker_is_asked_within_the_models_window(length, asked, tmp_path, monkeypatch):
+    """A server writes a token behind each prompt; the tiny model's window is 128."""
+    seen = {}
+
+    async def ask_one_worker(child, _url, _name, _golden, score, **_):
+        seen["longest"] = child.argv[child.argv.index("--max-model-len") + 1]
+        return score()
+
+    def scored(_job, batch, _url, _files):
+        seen["tokens"] = [len(tokens) for tokens in batch]
+        return comparison(0.0)
+
+    monkeypatch.setattr(serving, "ask_one_worker", ask_one_worker)
+    monkeypatch.setattr(serving, "installed_platform", lambda: "cpu")
+    monkeypatch.setattr(serving, "_scored", scored)
+    write_llama(tmp_path / "model")
+    validation = job(tmp_path, candidate=str(tmp_path / "model"), sequence_length=length)
+    sequences = [tuple(range(length))] * 2
+    serving.compare_served(validation, sequences, NOISE, lambda: None)
+    assert seen == {"longest": str(asked + 1), "tokens": [asked, asked]}

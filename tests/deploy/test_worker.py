@@ -10,10 +10,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from tiny_manifest import tiny_manifest
 from tiny_models import write_llama
 
 from taut_deploy import cli
-from taut_deploy.checkpoint import Golden, Manifest, seal
+from taut_deploy.checkpoint import Manifest, seal
 from taut_deploy.errors import CheckpointError, ModelError, WorkerError
 from taut_deploy.models.store import RECORD_FILE, describe_directory
 from taut_deploy.worker import WorkerSpec, command_for, engine_options, launch
@@ -31,19 +32,7 @@ CHECKPOINT = Path("checkpoint")
 
 
 def manifest(scheme: str = "W8A8") -> Manifest:
-    return Manifest(
-        name="tiny",
-        scheme=scheme,
-        bits=8,
-        recipe={},
-        recipe_hash="",
-        base_model={},
-        calibration={},
-        layers=[],
-        golden=Golden("a", "b", 1, 1.0),
-        max_model_len=2048,
-        libraries={},
-    )
+    return tiny_manifest(name="tiny", scheme=scheme, max_model_len=2048)
 
 
 def build(platform="cpu", scheme="W8A8", environment=None, **spec):

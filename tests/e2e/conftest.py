@@ -57,7 +57,8 @@ def served(home: Path, environment: dict[str, str]) -> Iterator[Served]:
             [
                 *(sys.executable, "-m", "taut_deploy", "serve", "--port", str(port)),
                 # SmolLM2's own knows of no tools; without tools in a request both write the same.
-                *("--", "--chat-template", str(TOOLS_TEMPLATE)),
+                # Compiling takes a minute a start: test_worker_image.py has a worker that does it.
+                *("--", "--chat-template", str(TOOLS_TEMPLATE), "--enforce-eager"),
             ],
             stdout=output,
             stderr=output,

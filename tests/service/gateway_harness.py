@@ -94,6 +94,13 @@ class Client:
         headers = dict(line.split(": ", 1) for line in lines if line)
         return Answer(int(status_line.split(" ")[1]), headers, b"")
 
+    async def begin_stream(self) -> Answer:
+        """Ask for a stream; return the head of its answer."""
+        await self.send(
+            "POST", "/v1/completions", json.dumps({**COMPLETION, "stream": True}).encode()
+        )
+        return await self.head()
+
     async def chunks(self) -> AsyncIterator[bytes]:
         while size := int(await self.reader.readline(), 16):
             yield (await self.reader.readexactly(size + 2))[:-2]

@@ -25,7 +25,13 @@ def settings_of(
     model = variants_for({"base": [base], "small": [small]}, baseline="base", each=each)
     model["aliases"] = ["other"]
     model["max_model_len"] = 4096
-    guard = {"sample": 1.0, "max_queued": 500, "regenerate": False, "max_slowdown": 50}
+    guard = {
+        "sample": 1.0,
+        "max_cpu_share": None,
+        "max_queued": 500,
+        "regenerate": False,
+        "max_slowdown": 50,
+    }
     bounds = {"max_kl_excess_nats": 0.1, "max_disagreement_excess": 0.2}
     return Settings.model_validate(
         {

@@ -45,9 +45,7 @@ async def test_state_shows_everything_and_no_prompt() -> None:
         administered(settings_for(engine.url, admin={"port": 0})) as admin,
     ):
         client = await admin.harness.connect()
-        body = json.dumps({**COMPLETION, "stream": True}).encode()
-        await client.send("POST", "/v1/completions", body)
-        await client.head()
+        await client.begin_stream()
         state = await admin.state()
         assert (state["generation"], state["draining"], state["live"]) == (1, False, 1)
         model = state["models"]["m"]

@@ -122,7 +122,7 @@ async def test_every_rule_evaluates_and_every_panel_shows_something(tmp_path: Pa
         document = {
             "models": [model],
             "admin": {"port": 0},
-            "guard": {"sample": 1.0, "max_slowdown": 100},
+            "guard": {"sample": 1.0, "max_cpu_share": None, "max_slowdown": 100},
             "rollout": {"directory": str(tmp_path / "rollout")},
         }
         async with gateway(Settings.model_validate(document)) as harness:

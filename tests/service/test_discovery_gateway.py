@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +44,7 @@ async def test_workers_come_and_go_without_cutting_a_stream(tmp_path: Path) -> N
             await api.put(slice_of("one", one))
             await harness.wait_ready()
             client = await harness.connect()
-            body = json.dumps({**COMPLETION, "stream": True}).encode()
-            await client.send("POST", "/v1/completions", body)
-            assert (await client.head()).headers["x-taut-worker"] == f"127.0.0.1:{one.port}"
+            assert (await client.begin_stream()).headers["x-taut-worker"] == f"127.0.0.1:{one.port}"
             await api.put(slice_of("two", two))
 
             async def both_ready() -> bool:

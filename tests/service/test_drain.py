@@ -74,9 +74,7 @@ async def test_live_stream_finishes_and_the_process_exits_0(
         gateway_process(tmp_path, engine.url, 20) as (process, port),
     ):
         client = await connect(port)
-        body = json.dumps({**COMPLETION, "stream": True}).encode()
-        await client.send("POST", "/v1/completions", body)
-        await client.head()
+        await client.begin_stream()
         process.send_signal(number)
 
         async def refuses() -> bool:
@@ -112,9 +110,7 @@ async def test_stream_that_outlives_the_drain_is_ended_with_an_error_event(tmp_p
         gateway_process(tmp_path, engine.url, 0.2) as (process, port),
     ):
         client = await connect(port)
-        body = json.dumps({**COMPLETION, "stream": True}).encode()
-        await client.send("POST", "/v1/completions", body)
-        await client.head()
+        await client.begin_stream()
         process.terminate()
         text = b"".join([chunk async for chunk in client.chunks()])
         last = json.loads(text.split(b"\n\n")[-2].removeprefix(b"data: "))

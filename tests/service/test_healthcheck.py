@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import os
 import sys
 import time
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from admin_harness import administered
-from gateway_harness import COMPLETION, gateway, settings_for
+from gateway_harness import gateway, settings_for
 from mock_engine import Faults, MockEngine
 
 from taut_deploy.ports import free_port
@@ -59,9 +58,7 @@ async def test_drained_waits_for_the_last_stream() -> None:
     ):
         assert await check("drained", gateway_port=harness.port) == (0, "")
         client = await harness.connect()
-        body = json.dumps({**COMPLETION, "stream": True}).encode()
-        await client.send("POST", "/v1/completions", body)
-        await client.head()
+        await client.begin_stream()
         code, said = await check("drained", "--timeout", "0.3", gateway_port=harness.port)
         assert code == 1
         assert '"live":1' in said

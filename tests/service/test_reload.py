@@ -330,3 +330,23 @@ async def test_sighup_reloads_a_real_process_and_keeps_it_up(tmp_path: Path) -> 
         finally:
             process.terminate()
             assert await process.wait() == 0
+
+
+async def test_the_last_worker_of_a_name_is_not_asked_for_its_load(tmp_path: Path) -> None:
+    busy = Faults(metrics=b"vllm:num_requests_running 40\n")
+    routing = {"load": {"every_s": 0.02}}
+    async with MockEngine(busy) as a, MockEngine(busy) as b:
+        one, both = variants_for({"v": [a]}), variants_for({"v": [a, b]})
+        async with running(tmp_path, both, routing=routing) as home:
+            kept = home.worker("v-0")
+            await eventually(lambda: kept.reported is not None)
+            home.write(one, routing=routing)
+            await home.reload()
+            assert home.worker("v-0") is kept
+            await asyncio.sleep(0.2)  # a question may have been under way
+            kept.reported = None
+            await asyncio.sleep(0.3)
+            assert kept.reported is None
+            home.write(both, routing=routing)
+            await home.reload()
+            await eventually(lambda: kept.reported is not None)

@@ -256,9 +256,7 @@ async def test_slow_reader_is_not_the_workers_silence() -> None:
         gateway(settings_for(engine.url, timeouts=limits)) as harness,
     ):
         client = await harness.connect()
-        body = json.dumps({**COMPLETION, "stream": True}).encode()
-        await client.send("POST", "/v1/completions", body)
-        await client.head()
+        await client.begin_stream()
         events = b""
         async for chunk in client.chunks():
             events += chunk

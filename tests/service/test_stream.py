@@ -47,9 +47,7 @@ async def test_events_are_passed_on_as_they_come() -> None:
         gateway(settings_for(engine.url)) as harness,
     ):
         client = await harness.connect()
-        body = json.dumps({**COMPLETION, "stream": True}).encode()
-        await client.send("POST", "/v1/completions", body)
-        await client.head()
+        await client.begin_stream()
         async with asyncio.timeout(0.15):
             assert b" tok" in await anext(client.chunks())
         assert engine.running == 1
@@ -147,9 +145,7 @@ async def test_client_that_pauses_longer_than_the_idle_limit_is_not_a_silent_wor
         gateway(settings_for(engine.url, timeouts=limits)) as harness,
     ):
         client = await harness.connect()
-        body = json.dumps({**COMPLETION, "stream": True}).encode()
-        await client.send("POST", "/v1/completions", body)
-        await client.head()
+        await client.begin_stream()
         await asyncio.sleep(0.5)
         text = b"".join([chunk async for chunk in client.chunks()])
         assert text.count(b"y") == 400 * 50_000

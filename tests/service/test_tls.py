@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 from certificates import Authority
-from gateway_harness import COMPLETION, Client, eventually, gateway, settings_for
+from gateway_harness import Client, eventually, gateway, settings_for
 from mock_engine import Faults, MockEngine
 
 from taut_service.config.settings import TlsFiles
@@ -61,9 +61,7 @@ async def test_streams_go_through_tls_and_renewal_leaves_them_alone(
                 "127.0.0.1", harness.port, ssl=trust, server_hostname="localhost"
             )
         )
-        body = json.dumps({**COMPLETION, "stream": True}).encode()
-        await client.send("POST", "/v1/completions", body)
-        await client.head()
+        await client.begin_stream()
         assert await common_name(harness.port, trust) == "tls"
         renewed = authority.issue(tmp_path, "renewed")
         for new, old in zip(renewed, (tmp_path / "tls.crt", tmp_path / "tls.key"), strict=True):

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from taut_deploy.bench.gateway_guard import LOADS, SHARE, Compared, Load
+from taut_deploy.bench.rows import listed
 
 _COLUMNS = ("load", "pair", "guard_first", "guard", "cpu_ms", "answers", "compared")
 
@@ -52,7 +53,7 @@ def _figures(found: Compared, load: str) -> dict[str, object]:
 
 def markdown(found: Compared) -> str:
     """Return the report for people."""
-    host = ", ".join(f"{name} {value}" for name, value in found.host.items())
+    host = listed(found.host)
     pairs = len(found.pairs[LOADS[0].name])
     lines = [
         "# taut bench gateway --guard",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -84,6 +85,13 @@ class Visitor(asyncio.Protocol):
         self.first_event: asyncio.Future[bool] | None = None
         self._parser: httptools.HttpResponseParser | None = None
 
+    @classmethod
+    async def connected(cls, load: Load, port: int, request: bytes) -> Visitor:
+        """Connect to a server on this machine; nothing is asked yet."""
+        loop = asyncio.get_running_loop()
+        _, visitor = await loop.create_connection(lambda: cls(load, request), HOST, port)
+        return visitor
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport."""
         self.transport = cast("asyncio.Transport", transport)
@@ -150,8 +158,8 @@ class Visitor(asyncio.Protocol):
             self.first_event.set_result(event)
 
 
-class ClosedLoop:
-    """``connections`` clients that each ask again as soon as they are answered.
+class _Clients(ABC):
+    """Connections that ask one thing, some of them at once.
 
     Args:
         port: of the server.
@@ -163,6 +171,33 @@ class ClosedLoop:
         self._port = port
         self._request = request
         self._visitors: set[Visitor] = set()
+
+    async def _connect(self) -> Visitor:
+        visitor = await Visitor.connected(self, self._port, self._request)
+        self._visitors.add(visitor)
+        return visitor
+
+    def _end(self) -> Tally:
+        """Hang up; what is open counts no more."""
+        self.tally.open = False
+        for visitor in list(self._visitors):
+            visitor.transport.abort()
+        return self.tally
+
+    @abstractmethod
+    def finished(self, visitor: Visitor, status: int, seconds: float) -> None:
+        """Take note of an answer."""
+
+    def lost(self, visitor: Visitor) -> None:
+        """Forget the connection."""
+        self._visitors.discard(visitor)
+
+
+class ClosedLoop(_Clients):
+    """``connections`` clients that each ask again as soon as they are answered."""
+
+    def __init__(self, port: int, request: bytes) -> None:
+        super().__init__(port, request)
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self, connections: int, seconds: float) -> Tally:
@@ -170,18 +205,10 @@ class ClosedLoop:
         for _ in range(connections):
             await self._enter()
         await asyncio.sleep(seconds)
-        self.tally.open = False
-        for visitor in list(self._visitors):
-            visitor.transport.abort()
-        return self.tally
+        return self._end()
 
     async def _enter(self) -> None:
-        loop = asyncio.get_running_loop()
-        _, visitor = await loop.create_connection(
-            lambda: Visitor(self, self._request), HOST, self._port
-        )
-        self._visitors.add(visitor)
-        visitor.ask()
+        (await self._connect()).ask()
 
     async def _enter_again(self) -> None:
         await asyncio.sleep(RECONNECT_S)
@@ -206,14 +233,14 @@ class ClosedLoop:
 
     def lost(self, visitor: Visitor) -> None:
         """Come back with another connection."""
-        self._visitors.discard(visitor)
+        super().lost(visitor)
         if self.tally.open:
             task = asyncio.get_running_loop().create_task(self._enter_again())
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
 
-class OpenLoop:
+class OpenLoop(_Clients):
     """Requests at fixed times, whatever the server does; a connection more when none is free.
 
     A late server therefore meets more requests at once, not fewer. Latencies count from the write,
@@ -221,11 +248,8 @@ class OpenLoop:
     """
 
     def __init__(self, port: int, request: bytes) -> None:
-        self.tally = Tally()
-        self._port = port
-        self._request = request
+        super().__init__(port, request)
         self._free: list[Visitor] = []
-        self._all: set[Visitor] = set()
 
     async def run(
         self, rate: float, seconds: float, patience_s: float = 2.0, reserve: int = 8
@@ -249,22 +273,11 @@ class OpenLoop:
             visitor = self._free.pop() if self._free else await self._connect()
             visitor.ask()
         for _ in range(int(patience_s / 0.01)):
-            if not any(visitor.waiting for visitor in self._all):
+            if not any(visitor.waiting for visitor in self._visitors):
                 break
             await asyncio.sleep(0.01)
-        self.tally.failures["no answer"] += sum(visitor.waiting for visitor in self._all)
-        self.tally.open = False
-        for visitor in list(self._all):
-            visitor.transport.abort()
-        return self.tally
-
-    async def _connect(self) -> Visitor:
-        loop = asyncio.get_running_loop()
-        _, visitor = await loop.create_connection(
-            lambda: Visitor(self, self._request), HOST, self._port
-        )
-        self._all.add(visitor)
-        return visitor
+        self.tally.failures["no answer"] += sum(visitor.waiting for visitor in self._visitors)
+        return self._end()
 
     def finished(self, visitor: Visitor, status: int, seconds: float) -> None:
         """Take the latency of a good answer; the connection is free again."""
@@ -274,7 +287,7 @@ class OpenLoop:
 
     def lost(self, visitor: Visitor) -> None:
         """Forget the connection."""
-        self._all.discard(visitor)
+        super().lost(visitor)
         if visitor in self._free:
             self._free.remove(visitor)
 
@@ -287,9 +300,8 @@ class Single:
 
     async def ask(self, port: int, request: bytes) -> Visitor:
         """Connect and send; ``first_event`` becomes True at an event, False if none can come."""
-        loop = asyncio.get_running_loop()
-        _, visitor = await loop.create_connection(lambda: Visitor(self, request), HOST, port)
-        visitor.first_event = loop.create_future()
+        visitor = await Visitor.connected(self, port, request)
+        visitor.first_event = asyncio.get_running_loop().create_future()
         visitor.ask()
         return visitor
 

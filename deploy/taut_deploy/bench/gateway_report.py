@@ -9,6 +9,7 @@ from pathlib import Path
 
 from taut_deploy.bench.gateway import Cell, Results
 from taut_deploy.bench.gateway_cases import CASES, IDLE
+from taut_deploy.bench.rows import listed
 
 _COLUMNS = "system version case figure median lowest highest rounds".split()  # noqa: SIM905
 # Shown beside the headline, in this order, where a case has them.
@@ -76,7 +77,7 @@ def _write_csv(results: Results, file: Path) -> None:
 
 def markdown(results: Results) -> str:
     """Return the report for people."""
-    host = ", ".join(f"{name} {value}" for name, value in results.host.items())
+    host = listed(results.host)
     lines = [
         "# taut bench gateway",
         "",

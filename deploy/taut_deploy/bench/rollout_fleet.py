@@ -17,7 +17,12 @@ from taut_deploy.worker import WorkerSpec, worker_command
 
 MODEL = "rehearsed"
 BASELINE, CANDIDATE, HARMED = "baseline", "candidate", "harmed"
-GUARD: Mapping[str, Any] = {"sample": 1.0, "max_queued": 256, "concurrency": 4}
+GUARD: Mapping[str, Any] = {
+    "sample": 1.0,
+    "max_cpu_share": None,
+    "max_queued": 256,
+    "concurrency": 4,
+}
 """Every answer is compared: a rehearsal has minutes, and little traffic."""
 ROLLOUT: Mapping[str, Any] = {"min_step_s": 10.0, "min_answers": 50, "min_tokens": 2000}
 _GRACE_S = 40.0

@@ -1,4 +1,4 @@
-"""Pictures of the operator's page, where there is a Chromium."""
+"""Pictures of pages, where there is a Chromium: the operator's, and reports."""
 
 from __future__ import annotations
 
@@ -6,22 +6,36 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Literal
 
 from taut_deploy.progress import Say
 
+Scheme = Literal["dark", "light"]
+_SCHEMES: tuple[Scheme, ...] = ("dark", "light")
+"""In the order of the browser's own numbers for them."""
+_SIZE = 1100, 1400
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 _TIMEOUT_S = 60
 _SETTLED_MS = 8000
 """Of the page's own time: it asks for the state every two seconds."""
 
 
-def photograph(url: str, file: Path, say: Say) -> bool:
+def photograph(
+    url: str,
+    file: Path,
+    say: Say,
+    *,
+    scheme: Scheme = "light",
+    size: tuple[int, int] = _SIZE,
+) -> bool:
     """Write a picture of a page; without a browser say so.
 
     Args:
         url: of the page.
         file: PNG to write.
         say: prints one line for the user.
+        scheme: the colours that the page is asked for.
+        size: of the window: width and height in pixels.
 
     Returns:
         Whether there is a picture now.
@@ -32,7 +46,9 @@ def photograph(url: str, file: Path, say: Say) -> bool:
         return False
     with tempfile.TemporaryDirectory(prefix="taut-browser-") as profile:
         command = [browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run"]
-        command += [f"--user-data-dir={profile}", "--window-size=1100,1400", "--hide-scrollbars"]
+        command += [f"--user-data-dir={profile}", "--hide-scrollbars"]
+        command += ["--window-size={},{}".format(*size)]
+        command += [f"--blink-settings=preferredColorScheme={_SCHEMES.index(scheme)}"]
         command += [f"--virtual-time-budget={_SETTLED_MS}", f"--screenshot={file}", url]
         try:
             subprocess.run(command, capture_output=True, timeout=_TIMEOUT_S, check=True)

@@ -79,4 +79,9 @@ class Results(Generic[RowType]):
 
 def measured_with(facts: Mapping[str, str]) -> str:
     """The sentence over a table: command, hardware, versions, date."""
-    return f"Measured with {', '.join(f'{name} {value}' for name, value in facts.items())}."
+    return f"Measured with {listed(facts)}."
+
+
+def listed(facts: Mapping[str, str]) -> str:
+    """Facts of a machine or a run in one line, each behind its name."""
+    return ", ".join(f"{name} {value}" for name, value in facts.items())

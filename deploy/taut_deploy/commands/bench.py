@@ -5,14 +5,16 @@ import sys
 from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
+from taut_deploy.api_key import read_api_key
 from taut_deploy.commands.bench_compressors import compressors
 from taut_deploy.commands.bench_distil import distil
 from taut_deploy.commands.bench_rollout import rollout
-from taut_deploy.commands.output import JsonFlag, make_folder, print_json, say
+from taut_deploy.commands.options import JsonFlag, ResultsFolder
+from taut_deploy.commands.output import line_reporter, make_folder, print_json, print_results, say
 from taut_deploy.errors import MeasureError, WorkerError
 
 _KERNEL_GROUPS = (
@@ -150,18 +152,14 @@ def serve(
         targets.append(Target(parts[0], parts[1].rstrip("/"), parts[2]))
     if output is not None:
         make_folder(output)
-    key = os.environ.get("TAUT_API_KEY")
+    key = read_api_key(None, os.environ, WorkerError)
     found = [
         row for count in concurrency for row in measure(targets, Load(count, rounds, tokens), key)
     ]
     facts = serve_report.describe_host()
     files = serve_report.write(found, facts, output) if output is not None else []
-    if as_json:
-        print_json([asdict(row) for row in found])
-        return
-    typer.echo(serve_report.markdown(found, facts))
-    for file in files:
-        say(f"wrote {file}")
+    rows = [asdict(row) for row in found]
+    print_results(rows, serve_report.markdown(found, facts), files, as_json=as_json)
 
 
 @app.command()
@@ -181,9 +179,7 @@ def gateway(
     ] = False,
     rounds: Annotated[int, typer.Option(min=1, help="Starts of each system.")] = 5,
     seconds: Annotated[float, typer.Option(min=0.2, help="Length of each load.")] = 3.0,
-    output: Annotated[Path, typer.Option(file_okay=False, help="Folder of the results.")] = Path(
-        "bench-gateway"
-    ),
+    output: ResultsFolder = Path("bench-gateway"),
     cache: Annotated[
         Path | None, typer.Option(help="Folder of the rivals; default: beside the output.")
     ] = None,
@@ -211,8 +207,8 @@ def gateway(
     make_folder(output)
     place = cache.resolve() if cache else output.parent / f"{output.name}-rivals"
     plan = Plan(systems, chosen, rounds, seconds, output, place)
-    found = measure(plan, absent, (lambda _: None) if as_json else say)
-    _told(write(found, output), document(found), markdown(found), as_json=as_json)
+    found = measure(plan, absent, line_reporter(quiet=as_json))
+    print_results(document(found), markdown(found), write(found, output), as_json=as_json)
 
 
 def _bench_guard(rounds: int, seconds: float, output: Path, *, as_json: bool) -> None:
@@ -220,15 +216,5 @@ def _bench_guard(rounds: int, seconds: float, output: Path, *, as_json: bool) ->
     from taut_deploy.bench.gateway_guard_report import document, markdown, write
 
     make_folder(output)
-    found = compare(rounds, seconds, (lambda _: None) if as_json else say)
-    _told(write(found, output), document(found), markdown(found), as_json=as_json)
-
-
-def _told(files: list[Path], document: Any, table: str, *, as_json: bool) -> None:
-    """Print results that are on disk, as one document or as a table and the files' names."""
-    if as_json:
-        print_json(document)
-        return
-    typer.echo(table)
-    for file in files:
-        say(f"wrote {file}")
+    found = compare(rounds, seconds, line_reporter(quiet=as_json))
+    print_results(document(found), markdown(found), write(found, output), as_json=as_json)

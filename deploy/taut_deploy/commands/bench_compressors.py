@@ -5,16 +5,17 @@ from typing import Annotated
 
 import typer
 
-from taut_deploy.commands.bench_samples import Samples, open_place, tell
+from taut_deploy.commands.bench_samples import Samples, make_folders, open_place, tell
 from taut_deploy.commands.device import require_device
 from taut_deploy.commands.option_groups import with_groups
-from taut_deploy.commands.output import DeviceOption, JsonFlag, make_folder, say
+from taut_deploy.commands.options import DeviceOption, JsonFlag, ModelArgument, ResultsFolder
+from taut_deploy.commands.output import line_reporter
 
 
 @with_groups
 def compressors(
     *,
-    model: Annotated[str, typer.Argument(help="Model name, hub id, directory or .gguf file.")],
+    model: ModelArgument,
     text: Annotated[Path, typer.Option(dir_okay=False, help="UTF-8 text to judge on.")],
     rival: Annotated[
         list[str] | None,
@@ -30,9 +31,7 @@ def compressors(
     work: Annotated[
         Path | None, typer.Option(file_okay=False, help="Folder of the checkpoints.")
     ] = None,
-    output: Annotated[Path, typer.Option(file_okay=False, help="Folder of the results.")] = Path(
-        "bench-compressors"
-    ),
+    output: ResultsFolder = Path("bench-compressors"),
     device: DeviceOption = "cpu",
     as_json: JsonFlag = False,
 ) -> None:
@@ -47,11 +46,9 @@ def compressors(
 
     require_device(device)
     rivals = parse_rivals(rival or [])
-    work = (output / "work") if work is None else work
-    for folder in (output, work):
-        make_folder(folder)
+    work = make_folders(output, work, "work")
     place = open_place(model, samples, device)
-    told = (lambda _: None) if as_json else say
+    told = line_reporter(quiet=as_json)
     grids = choose_grids(formats, Path(place.base.path), told)
     plan = Plan(place, text, samples.sequences, grids, rivals, work, output.absolute())
     rows = measure(plan, told)

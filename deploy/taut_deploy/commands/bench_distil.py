@@ -6,38 +6,46 @@ from typing import Annotated
 
 import typer
 
-from taut_deploy.commands.bench_samples import Samples, open_place, tell
+from taut_deploy.commands.bench_samples import Samples, make_folders, open_place, tell
 from taut_deploy.commands.device import require_device
 from taut_deploy.commands.option_groups import with_groups
-from taut_deploy.commands.output import DeviceOption, JsonFlag, make_folder, say
+from taut_deploy.commands.options import DeviceOption, JsonFlag, ModelArgument, ResultsFolder
+from taut_deploy.commands.output import line_reporter
 from taut_deploy.errors import MeasureError
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How long each student is trained: one of both."""
+    """How long each student is trained: one of both.
 
-    seconds: Annotated[
-        float | None, typer.Option(min=1.0, help="Seconds of training for each student.")
-    ] = None
-    tokens: Annotated[int | None, typer.Option(min=1, help="Tokens to train on instead.")] = None
+    Args:
+        seconds: Seconds of training for each student.
+        tokens: Tokens to train on instead.
+    """
+
+    seconds: Annotated[float | None, typer.Option(min=1.0)] = None
+    tokens: Annotated[int | None, typer.Option(min=1)] = None
 
 
 @dataclass(frozen=True)
 class Steps:
-    """What a step of training takes."""
+    """What a step of training takes.
 
-    batch_size: Annotated[int, typer.Option(min=1, help="Sequences of one step.")] = 64
-    micro_batch: Annotated[int, typer.Option(min=1, help="Sequences in memory at a time.")] = 32
-    self_sequences: Annotated[
-        int, typer.Option(min=1, help="Sequences that 'self' stands for.")
-    ] = 2048
+    Args:
+        batch_size: Sequences of one step.
+        micro_batch: Sequences in memory at a time.
+        self_sequences: Sequences that 'self' stands for.
+    """
+
+    batch_size: Annotated[int, typer.Option(min=1)] = 64
+    micro_batch: Annotated[int, typer.Option(min=1)] = 32
+    self_sequences: Annotated[int, typer.Option(min=1)] = 2048
 
 
 @with_groups
 def distil(
     *,
-    model: Annotated[str, typer.Argument(help="Model name, hub id, directory or .gguf file.")],
+    model: ModelArgument,
     text: Annotated[Path, typer.Option(dir_okay=False, help="UTF-8 text to judge on.")],
     train: Annotated[
         list[str],
@@ -59,9 +67,7 @@ def distil(
     work: Annotated[
         Path | None, typer.Option(file_okay=False, help="Folder of the students.")
     ] = None,
-    output: Annotated[Path, typer.Option(file_okay=False, help="Folder of the results.")] = Path(
-        "bench-distil"
-    ),
+    output: ResultsFolder = Path("bench-distil"),
     device: DeviceOption = "cpu",
     as_json: JsonFlag = False,
 ) -> None:
@@ -79,13 +85,11 @@ def distil(
     if (budget.seconds is None) == (budget.tokens is None):
         raise MeasureError("--seconds, --tokens: give one of them, the budget of each training")
     students, sets = choose_students(only), parse_text_sets(train)
-    work = (output / "students") if work is None else work
-    for folder in (output, work):
-        make_folder(folder)
+    work = make_folders(output, work, "students")
     place = open_place(model, samples, device, fit_steps)
     judged = (text, samples.sequences, tuple(sets), students, budget.seconds, budget.tokens)
     plan = Plan(
         place, *judged, steps.batch_size, steps.micro_batch, steps.self_sequences, work, output
     )
-    rows = measure(plan, (lambda _: None) if as_json else say)
+    rows = measure(plan, line_reporter(quiet=as_json))
     tell(RESULTS.write_table(output, markdown(rows, describe_run())), rows, as_json=as_json)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from taut_deploy.commands.option_groups import with_groups
-from taut_deploy.commands.output import JsonFlag, make_folder, print_json, say
+from taut_deploy.commands.options import JsonFlag, ResultsFolder, VllmArguments
+from taut_deploy.commands.output import line_reporter, make_folder, print_results
 from taut_deploy.commands.worker_options import KvCacheGib
 from taut_deploy.errors import OutputError
-from taut_deploy.progress import Say
 from taut_deploy.worker import WorkerSpec
 
 if TYPE_CHECKING:
@@ -23,35 +23,43 @@ HARM_TENSORS = "*.layers.0.*weight_scale"
 
 @dataclass(frozen=True)
 class HarmOptions:
-    """What is wrong with the copy that has to be found."""
+    """What is wrong with the copy that has to be found.
 
-    harm_tensors: Annotated[
-        str, typer.Option(help="Tensors of the harmed copy that differ, as a shell pattern.")
-    ] = HARM_TENSORS
-    harm_factor: Annotated[float, typer.Option(help="What they are multiplied by.")] = 1.1
+    Args:
+        harm_tensors: Tensors of the harmed copy that differ, as a shell pattern.
+        harm_factor: What they are multiplied by.
+    """
+
+    harm_tensors: str = HARM_TENSORS
+    harm_factor: float = 1.1
 
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """What clients ask."""
+    """What clients ask.
 
-    prompts: Annotated[
-        Path | None, typer.Option(dir_okay=False, help="A prompt on each line; default: ours.")
-    ] = None
-    concurrency: Annotated[int, typer.Option(min=1, help="Clients.")] = 4
-    tokens: Annotated[int, typer.Option(min=2, help="Longest answer.")] = 64
+    Args:
+        prompts: A prompt on each line; default: ours.
+        concurrency: Clients.
+        tokens: Longest answer.
+    """
+
+    prompts: Annotated[Path | None, typer.Option(dir_okay=False)] = None
+    concurrency: Annotated[int, typer.Option(min=1)] = 4
+    tokens: Annotated[int, typer.Option(min=2)] = 64
 
 
 @dataclass(frozen=True)
 class LimitOptions:
-    """How long it may take."""
+    """How long it may take.
 
-    limit_s: Annotated[
-        float, typer.Option(min=1, help="Longest rollout of each candidate, seconds.")
-    ] = 600.0
-    start_s: Annotated[float, typer.Option(min=1, help="Longest start of a worker, seconds.")] = (
-        900.0
-    )
+    Args:
+        limit_s: Longest rollout of each candidate, seconds.
+        start_s: Longest start of a worker, seconds.
+    """
+
+    limit_s: Annotated[float, typer.Option(min=1)] = 600.0
+    start_s: Annotated[float, typer.Option(min=1)] = 900.0
 
 
 @with_groups
@@ -63,9 +71,7 @@ def rollout(
     candidate: Annotated[
         Path, typer.Argument(exists=True, file_okay=False, help="Checkpoint that is to take over.")
     ],
-    vllm_args: Annotated[
-        list[str] | None, typer.Argument(help="After '--': arguments passed on to vLLM.")
-    ] = None,
+    vllm_args: VllmArguments = None,
     gateway: Annotated[
         Path | None,
         typer.Option(
@@ -77,9 +83,7 @@ def rollout(
     limits: LimitOptions,
     max_model_len: Annotated[int | None, typer.Option(min=16, help="Context in tokens.")] = None,
     kv_cache_gib: KvCacheGib = 1,
-    output: Annotated[Path, typer.Option(file_okay=False, help="Folder of the results.")] = Path(
-        "bench-rollout"
-    ),
+    output: ResultsFolder = Path("bench-rollout"),
     as_json: JsonFlag = False,
 ) -> None:
     """Rehearse a rollout: does the guard let this candidate climb, and send a harmed one back?
@@ -94,7 +98,7 @@ def rollout(
     from taut_deploy.bench.rollout_harm import Harm, harmed_copy
     from taut_deploy.bench.rollout_traffic import Load, read_prompts
 
-    told: Say = (lambda _: None) if as_json else say
+    told = line_reporter(quiet=as_json)
     sections = fleet.read_sections(gateway)
     asked = Load(read_prompts(load.prompts), load.concurrency, load.tokens)
     baseline, candidate, output = baseline.resolve(), candidate.resolve(), output.resolve()
@@ -127,10 +131,5 @@ def _tell(found: "Rehearsal", harm: str, output: Path, as_json: bool) -> None:
     from taut_deploy.bench.serve_report import describe_run
 
     facts = {**describe_run(), "harm": harm}
-    files = write(found, facts, output)
-    if as_json:
-        print_json(document(found, facts))
-        return
-    typer.echo(markdown(found, facts))
-    for file in files:
-        say(f"wrote {os.path.relpath(file)}")
+    files = map(os.path.relpath, write(found, facts, output))
+    print_results(document(found, facts), markdown(found, facts), files, as_json=as_json)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from taut_deploy.commands.output import print_json
+from taut_deploy.commands.output import make_folder, print_json
 from taut_deploy.home import TautHome
 from taut_deploy.models import ModelStore
 
@@ -17,12 +17,39 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Samples:
-    """What models are calibrated and judged on."""
+    """What models are calibrated and judged on.
 
-    calibration: Annotated[str, typer.Option(help="corpus, articles or a text file.")] = "corpus"
+    Args:
+        calibration: corpus, articles or a text file.
+        calibration_sequences: Sequences of it.
+        sequences: Sequences to judge on.
+        sequence_length: Tokens of each.
+    """
+
+    calibration: str = "corpus"
     calibration_sequences: Annotated[int, typer.Option(min=1)] = 128
-    sequences: Annotated[int, typer.Option(min=1, help="Sequences to judge on.")] = 64
-    sequence_length: Annotated[int, typer.Option(min=16, help="Tokens of each.")] = 512
+    sequences: Annotated[int, typer.Option(min=1)] = 64
+    sequence_length: Annotated[int, typer.Option(min=16)] = 512
+
+
+def make_folders(output: Path, work: Path | None, name: str) -> Path:
+    """Make the folder of the results and the one of what is measured.
+
+    Args:
+        output: of the results.
+        work: of what is measured; None for one in there.
+        name: of that one.
+
+    Returns:
+        The folder of what is measured.
+
+    Raises:
+        OutputError: one cannot be made.
+    """
+    work = output / name if work is None else work
+    for folder in (output, work):
+        make_folder(folder)
+    return work
 
 
 def open_place(model: str, samples: Samples, device: str, fit_steps: int = 0) -> "Place":

@@ -10,14 +10,15 @@ from typing import Annotated, Any
 import typer
 
 from taut_deploy.commands.option_groups import with_groups
-from taut_deploy.commands.output import JsonFlag, megabytes, print_json, say
+from taut_deploy.commands.options import JsonFlag
+from taut_deploy.commands.output import megabytes, print_json, say
 from taut_deploy.commands.worker_options import (
     CompileCache,
     ContextOptions,
     KernelOptions,
     KvCacheGib,
+    worker_spec,
 )
-from taut_deploy.worker import WorkerSpec
 
 app = typer.Typer(help="Compiled artefacts of workers: their key, and a worker's start in advance.")
 
@@ -43,7 +44,9 @@ def key(
     """Print the key of what a worker would compile here; --json says what it is made of."""
     from taut_deploy.cache.warm import key_for
 
-    found = key_for(replace(_spec(checkpoint, vllm_args, context, kernels), cache=cache))
+    found = key_for(
+        replace(worker_spec(checkpoint, vllm_args or (), context, kernels), cache=cache)
+    )
     if as_json:
         print_json({"key": str(found), "parts": asdict(found)})
     else:
@@ -77,7 +80,7 @@ def warm(
     """
     from taut_deploy.cache.warm import warm as fill
 
-    spec = _spec(checkpoint, vllm_args, context, kernels, kv_cache_gib)
+    spec = worker_spec(checkpoint, vllm_args or (), context, kernels, kv_cache_gib)
     with _terminated_as_interrupted():
         made = fill(spec, cache, timeout, measure, say)
     if as_json:
@@ -88,25 +91,6 @@ def warm(
     for name, seconds in (("cold", made.cold_s), ("warm", made.warm_s)):
         if seconds is not None:
             typer.echo(f"{name} start to the first correct token: {seconds:.1f} s")
-
-
-def _spec(
-    checkpoint: Path,
-    vllm_args: list[str] | None,
-    context: ContextOptions,
-    kernels: KernelOptions,
-    kv_cache_gib: int = 1,
-) -> WorkerSpec:
-    return WorkerSpec(
-        checkpoint=checkpoint,
-        max_model_len=context.max_model_len,
-        kv_cache_dtype=context.kv_cache_dtype,
-        kernels=kernels.mode(),
-        fused_ops=kernels.fused(),
-        decode_attention=kernels.attention(),
-        kv_cache_gib=kv_cache_gib,
-        extra=tuple(vllm_args or ()),
-    )
 
 
 @contextlib.contextmanager

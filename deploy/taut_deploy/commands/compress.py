@@ -6,21 +6,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from taut_deploy.commands.device import require_device
+from taut_deploy.commands.device import parse_devices, require_device, require_machine
+from taut_deploy.commands.given_model import fetch_model
 from taut_deploy.commands.option_groups import with_groups
-from taut_deploy.commands.output import (
+from taut_deploy.commands.options import (
     DeviceOption,
     JsonFlag,
+    ModelArgument,
+    RequantizeFlag,
+    ResumeFlag,
     TrustRemoteCodeFlag,
-    announce_code,
-    megabytes,
-    print_json,
 )
-from taut_deploy.diagnose.kernel_choice import CARDS
+from taut_deploy.commands.output import made_checkpoint, megabytes, print_json
 from taut_deploy.errors import OutputError, RecipeError
 from taut_deploy.files import checked_output
 from taut_deploy.home import TautHome
-from taut_deploy.models import ModelStore
 from taut_deploy.progress import progress_reporter
 from taut_deploy.recipe import Recipe, load_recipe, with_target
 
@@ -31,42 +31,46 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TargetOptions:
-    """What a mixture of schemes is to reach."""
+    """What a mixture of schemes is to reach.
 
-    target_bits: Annotated[
-        float | None, typer.Option(help="Of recipe mixed: bits a weight, scales included.")
-    ] = None
-    target_bytes: Annotated[
-        str | None, typer.Option(help="Of recipe mixed: size of all weights, such as 5GiB.")
-    ] = None
-    max_kl: Annotated[
-        float | None, typer.Option(help="Of recipe mixed: predicted divergence, in nats.")
-    ] = None
+    Args:
+        target_bits: Of recipe mixed: bits a weight, scales included.
+        target_bytes: Of recipe mixed: size of all weights, such as 5GiB.
+        max_kl: Of recipe mixed: predicted divergence, in nats.
+    """
+
+    target_bits: float | None = None
+    target_bytes: str | None = None
+    max_kl: float | None = None
+
+
+@dataclass(frozen=True)
+class SharingOptions:
+    """Where a compression computes, and what shares its work.
+
+    Args:
+        devices: Cards that share the calibration of a block, such as cuda:0,cuda:1.
+        workers: Processes that share the blocks of a recipe that needs no calibration.
+    """
+
+    device: DeviceOption = "cpu"
+    devices: str | None = None
+    workers: Annotated[int, typer.Option(min=0)] = 0
 
 
 @with_groups
 def compress(
-    model: Annotated[str, typer.Argument(help="Model name, hub id, directory or .gguf file.")],
+    model: ModelArgument,
     target: TargetOptions,
+    sharing: SharingOptions,
     recipe: Annotated[str, typer.Option(help="Built-in recipe or YAML file.")] = "w8a8",
     output: Annotated[Path | None, typer.Option(help="Checkpoint directory to make.")] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Say what would be done, and stop.")] = False,
-    resume: Annotated[
-        bool, typer.Option("--resume/--no-resume", help="Continue an interrupted run.")
-    ] = True,
+    resume: ResumeFlag = True,
     served_by: Annotated[
         str, typer.Option(help="Whose kernels --plan names: here, cpu, h100 or h200.")
     ] = "here",
-    device: DeviceOption = "cpu",
-    workers: Annotated[
-        int,
-        typer.Option(
-            min=0, help="Processes that share the blocks of a recipe that needs no calibration."
-        ),
-    ] = 0,
-    requantize: Annotated[
-        bool, typer.Option("--requantize", help="Take a model that is quantised already.")
-    ] = False,
+    requantize: RequantizeFlag = False,
     trust_remote_code: TrustRemoteCodeFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
@@ -75,22 +79,27 @@ def compress(
     from taut_deploy.compress.job import CompressionJob
     from taut_deploy.compress.pipeline_plan import plan as make_plan
 
-    require_device(device)
-    if served_by not in (known := ("here", "cpu", *CARDS)):
-        raise RecipeError(f"--served-by: {served_by!r} is none of {', '.join(known)}")
+    require_machine(served_by)
     chosen = with_target(
         load_recipe(recipe), target.target_bits, target.target_bytes, target.max_kl
     )
-    if workers:
-        _require_shared(chosen, device)
+    device, devices = _shared(chosen, sharing)
     home = TautHome.from_environment()
     if output is None and not plan:
         raise OutputError("--output: give the checkpoint directory to make")
     place = home.checkpoints / "plan" if output is None else checked_output(output)
-    record = ModelStore(home.models).fetch(model)
-    announce_code(Path(record.path), trust_remote_code)
+    record = fetch_model(home, model, trust_remote_code=trust_remote_code)
     job = CompressionJob(
-        record, chosen, place, home.root, device, resume, trust_remote_code, requantize, workers
+        record,
+        chosen,
+        place,
+        home.root,
+        device,
+        resume,
+        trust_remote_code,
+        requantize,
+        sharing.workers,
+        devices,
     )
     if plan:
         _print_plan(make_plan(job, served_by), as_json)
@@ -100,22 +109,36 @@ def compress(
     _print_summary(job.output, record.bytes, manifest, as_json)
 
 
-def _require_shared(recipe: Recipe, device: str) -> None:
-    """Refuse ``--workers`` where processes cannot share the blocks."""
+def _shared(recipe: Recipe, options: SharingOptions) -> tuple[str, tuple[str, ...]]:
+    """The device, and all that share the calibration where there are several.
+
+    Raises:
+        OutputError: a device is not there, or the options contradict each other.
+        RecipeError: the recipe has nothing to share.
+    """
     from taut_deploy.compress.by_weights import require_by_weights
 
-    if device != "cpu":
-        raise OutputError("--workers: processes share the CPU; leave --device out")
+    require_device(options.device)
+    if not options.workers and options.devices is None:
+        return options.device, ()
+    flag = "--workers" if options.workers else "--devices"
+    if options.workers and options.devices is not None:
+        raise OutputError("--workers: processes share the CPU; leave --devices out")
+    if options.device != "cpu":
+        shared = "the CPU" if options.workers else "the devices that it names"
+        raise OutputError(f"{flag}: {shared} share the work; leave --device out")
     if (blocks := recipe.of_blocks()) is None:
-        raise RecipeError(f"--workers: recipe {recipe.name!r} does nothing block by block")
-    require_by_weights(blocks, {})
+        raise RecipeError(f"{flag}: recipe {recipe.name!r} does nothing block by block")
+    if options.devices is None:
+        require_by_weights(blocks, {})
+        return options.device, ()
+    devices = parse_devices(options.devices)
+    return devices[0], devices
 
 
 def _print_summary(output: Path, base_bytes: int, manifest: "Manifest", as_json: bool) -> None:
     summary = {
-        "path": str(output.resolve()),
-        "digest": manifest.digest,
-        "bytes": manifest.bytes,
+        **made_checkpoint(output, manifest),
         "base_bytes": base_bytes,
         "scheme": manifest.scheme,
         "recipe_hash": manifest.recipe_hash,
@@ -146,6 +169,8 @@ def _print_plan(plan: "CompressionPlan", as_json: bool) -> None:
     )
     for line in _layer_lines(plan):
         typer.echo(line)
+    if plan.devices:
+        typer.echo(f"calibration shared by {', '.join(plan.devices)}")
     for table in plan.tables:
         scales = f"groups of {table.group_size}" if table.group_size else "a scale a row"
         typer.echo(

@@ -1,25 +1,24 @@
 """``taut distil``."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from taut_deploy.commands.device import require_device
-from taut_deploy.commands.output import (
+from taut_deploy.commands.given_model import fetch_model
+from taut_deploy.commands.options import (
     DeviceOption,
     JsonFlag,
+    ResumeFlag,
     TextOption,
     TrustRemoteCodeFlag,
-    announce_code,
-    megabytes,
-    print_json,
-    say,
 )
+from taut_deploy.commands.output import made_checkpoint, megabytes, print_json, say
 from taut_deploy.errors import RecipeError
 from taut_deploy.files import checked_output
 from taut_deploy.home import TautHome
-from taut_deploy.models import ModelStore
 from taut_deploy.progress import progress_reporter
 from taut_deploy.strict_yaml import parse_mapping, validate_mapping
 
@@ -42,9 +41,7 @@ def distil(
         list[str] | None,
         typer.Option("--set", help="NAME=VALUE of a setting (deploy/README.md); repeat."),
     ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume/--no-resume", help="Continue an interrupted run.")
-    ] = True,
+    resume: ResumeFlag = True,
     device: DeviceOption = "cpu",
     trust_remote_code: TrustRemoteCodeFlag = False,
     as_json: JsonFlag = False,
@@ -57,14 +54,10 @@ def distil(
     chosen = _settings(settings or [], tokens)
     target = checked_output(output)
     home = TautHome.from_environment()
-    store = ModelStore(home.models)
-    student_record = store.fetch(student)
-    teacher_record = None if teacher is None else store.fetch(teacher)
-    for record in filter(None, (student_record, teacher_record)):
-        announce_code(Path(record.path), trust_remote_code)
+    fetch = partial(fetch_model, home, trust_remote_code=trust_remote_code)
     job = DistilJob(
-        student_record,
-        teacher_record,
+        fetch(student),
+        None if teacher is None else fetch(teacher),
         target,
         tuple(text or ["corpus"]),
         chosen,
@@ -113,9 +106,7 @@ def _number(value: object) -> object:
 def _print(output: Path, manifest: "Manifest", as_json: bool) -> None:
     held_out = manifest.recipe.get("held_out", {})
     summary = {
-        "path": str(output.resolve()),
-        "digest": manifest.digest,
-        "bytes": manifest.bytes,
+        **made_checkpoint(output, manifest),
         "scheme": manifest.scheme,
         "held_out": held_out,
         "tokens": manifest.recipe.get("trained_tokens"),

@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from taut_deploy.commands.output import JsonFlag, print_facts, print_json
+from taut_deploy.commands.options import JsonFlag
+from taut_deploy.commands.output import print_facts, print_json
 
 
 def doctor(

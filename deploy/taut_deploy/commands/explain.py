@@ -6,7 +6,8 @@ from typing import Annotated
 import typer
 
 from taut_deploy.commands.option_groups import with_groups
-from taut_deploy.commands.output import JsonFlag, make_folder
+from taut_deploy.commands.options import JsonFlag, ResultsFolder
+from taut_deploy.commands.output import make_folder
 from taut_deploy.commands.subject import Choice, finish, instrument, one_subject
 
 
@@ -18,9 +19,7 @@ def explain(
         typer.Option(help="sm_80 or sm_90: compile an op's Triton kernels too, without a GPU."),
     ] = None,
     forms: Annotated[int, typer.Option(min=1, help="Kernel forms to compile at most.")] = 8,
-    output: Annotated[Path, typer.Option(file_okay=False, help="Folder of the results.")] = Path(
-        "taut-explain"
-    ),
+    output: ResultsFolder = Path("taut-explain"),
     as_json: JsonFlag = False,
 ) -> None:
     """What torch.compile makes of it: graphs, breaks and why, guards, generated kernels."""

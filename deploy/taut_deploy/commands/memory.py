@@ -7,7 +7,8 @@ from typing import Annotated, Any
 import typer
 
 from taut_deploy.commands.option_groups import with_groups
-from taut_deploy.commands.output import JsonFlag, make_folder, say
+from taut_deploy.commands.options import JsonFlag, ResultsFolder
+from taut_deploy.commands.output import make_folder, say
 from taut_deploy.commands.subject import Choice, finish, instrument, one_subject
 
 
@@ -26,9 +27,7 @@ def memory(
         typer.Option(help="The CUDA allocator's own record, for PyTorch's memory viewer."),
     ] = None,
     rows: Annotated[int, typer.Option(min=1, help="Lines to list.")] = 15,
-    output: Annotated[Path, typer.Option(file_okay=False, help="Folder of the results.")] = Path(
-        "taut-memory"
-    ),
+    output: ResultsFolder = Path("taut-memory"),
     as_json: JsonFlag = False,
 ) -> None:
     """What holds the memory at a step's peak: by line, module and operation."""

@@ -6,15 +6,9 @@ from typing import Annotated
 
 import typer
 
-from taut_deploy.commands.output import (
-    JsonFlag,
-    TrustRemoteCodeFlag,
-    announce_code,
-    megabytes,
-    print_facts,
-    print_json,
-    say,
-)
+from taut_deploy.commands.given_model import announce_code
+from taut_deploy.commands.options import JsonFlag, TrustRemoteCodeFlag
+from taut_deploy.commands.output import megabytes, print_facts, print_json, say
 from taut_deploy.home import TautHome
 from taut_deploy.models import ModelStore
 from taut_deploy.progress import progress_reporter

@@ -1,29 +1,16 @@
 """What commands print: text for people, or one JSON document with ``--json``."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
+from taut_deploy.checkpoint import Manifest
 from taut_deploy.errors import OutputError
 from taut_deploy.files import place_not_finite
-from taut_deploy.models.remote_code import describe_code
-
-JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
-
-TrustRemoteCodeFlag = Annotated[
-    bool,
-    typer.Option("--trust-remote-code", help="Run the model's own Python code; prints its hashes."),
-]
-
-DeviceOption = Annotated[str, typer.Option(help="cpu or cuda.")]
-
-TextOption = Annotated[
-    list[str] | None,
-    typer.Option(help="corpus, a text file, .jsonl or .npy of token ids; repeat for more."),
-]
+from taut_deploy.progress import Say
 
 
 def print_json(value: Any) -> None:
@@ -61,14 +48,34 @@ def say(text: str) -> None:
     typer.echo("\n".join(map(printable, f"taut: {text}".split("\n"))), err=True)
 
 
-def announce_code(directory: Path, trust_remote_code: bool) -> None:
-    """Name each file of code that may run now, with its sha256; nothing where none may.
+def print_results(document: Any, text: str, files: Iterable[object], *, as_json: bool) -> None:
+    """Print results that are on disk.
+
+    Args:
+        document: for programs.
+        text: for people.
+        files: where the results are.
+        as_json: print the document instead of the text and the files' names.
 
     Raises:
-        ModelError: the code is not in the directory.
+        OutputError: the document holds NaN or infinity.
     """
-    for line in describe_code(directory) if trust_remote_code else ():
-        say(line)
+    if as_json:
+        print_json(document)
+        return
+    typer.echo(text)
+    for file in files:
+        say(f"wrote {file}")
+
+
+def line_reporter(*, quiet: bool) -> Say:
+    """:func:`say`, or what says nothing."""
+    return (lambda _: None) if quiet else say
+
+
+def made_checkpoint(output: Path, manifest: Manifest) -> dict[str, Any]:
+    """What ``--json`` says of a directory that a command made: ``path``, ``digest``, ``bytes``."""
+    return {"path": str(output.resolve()), "digest": manifest.digest, "bytes": manifest.bytes}
 
 
 def make_folder(output: Path) -> None:

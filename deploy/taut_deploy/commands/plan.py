@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from taut_deploy.commands.output import JsonFlag, print_json
+from taut_deploy.commands.options import JsonFlag
+from taut_deploy.commands.output import print_json
 from taut_deploy.errors import WorkerError
 from taut_deploy.home import TautHome
 from taut_deploy.models import ModelStore

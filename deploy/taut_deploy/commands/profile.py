@@ -6,7 +6,8 @@ from typing import Annotated
 import typer
 
 from taut_deploy.commands.option_groups import with_groups
-from taut_deploy.commands.output import JsonFlag, make_folder
+from taut_deploy.commands.options import JsonFlag, ResultsFolder
+from taut_deploy.commands.output import make_folder
 from taut_deploy.commands.subject import Choice, finish, instrument, one_subject
 
 
@@ -17,9 +18,7 @@ def profile(
     warmup: Annotated[int, typer.Option(min=0, help="Steps under it that are dropped.")] = 2,
     active: Annotated[int, typer.Option(min=1, help="Steps that are recorded.")] = 5,
     rows: Annotated[int, typer.Option(min=1, help="Kernels to list.")] = 15,
-    output: Annotated[Path, typer.Option(file_okay=False, help="Folder of the results.")] = Path(
-        "taut-profile"
-    ),
+    output: ResultsFolder = Path("taut-profile"),
     as_json: JsonFlag = False,
 ) -> None:
     """Where the time goes: a chrome trace, the longest kernels, and findings in words."""

@@ -4,6 +4,8 @@ import json
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,93 +13,135 @@ from typing import Annotated, Any
 import typer
 
 from taut_deploy.api_key import read_key_file
-from taut_deploy.commands.output import JsonFlag, print_json, printable
+from taut_deploy.commands.option_groups import with_groups
+from taut_deploy.commands.options import JsonFlag
+from taut_deploy.commands.output import print_json, printable
 from taut_deploy.errors import PromoteError
 
 app = typer.Typer(help="Move a model's traffic to a candidate, as the gateway's guard allows.")
 
-AdminUrl = Annotated[
-    str, typer.Option(envvar="TAUT_ADMIN_URL", help="Root of the gateway's admin API.")
-]
-KeyFile = Annotated[
-    Path | None,
-    typer.Option(envvar="TAUT_ADMIN_KEY_FILE", help="File with a key of the scope admin."),
-]
 Model = Annotated[str, typer.Argument(help="Public name of the model, or an alias.")]
 Why = Annotated[str, typer.Option(help="For the audit log.")]
 
 DEFAULT_URL = "http://127.0.0.1:8001"
 _TIMEOUT_S = 30
+_AS_WANTED = 0.95
+"""Of the wished sample; less is told."""
+
+
+@dataclass(frozen=True)
+class AdminApi:
+    """The gateway that is asked.
+
+    Args:
+        admin_url: Root of the gateway's admin API.
+        api_key_file: File with a key of the scope admin.
+    """
+
+    admin_url: Annotated[str, typer.Option(envvar="TAUT_ADMIN_URL")] = DEFAULT_URL
+    api_key_file: Annotated[Path | None, typer.Option(envvar="TAUT_ADMIN_KEY_FILE")] = None
+
+    def get(self, path: str) -> Any:
+        """Read what stands below ``/admin/rollout``.
+
+        Raises:
+            PromoteError: it cannot be reached, or refuses; in its own words.
+        """
+        return self._ask("GET", path)
+
+    def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        """Ask for a change.
+
+        Raises:
+            PromoteError: likewise.
+        """
+        return self._ask("POST", path, json.dumps(body, allow_nan=False).encode())
+
+    def _ask(self, method: str, path: str, body: bytes | None = None) -> Any:
+        url = self.admin_url
+        if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
+            raise PromoteError(f"--admin-url {url}: is not of the form {DEFAULT_URL}")
+        headers = {"Content-Type": "application/json"}
+        if self.api_key_file is not None:
+            headers["Authorization"] = f"Bearer {read_key_file(self.api_key_file, PromoteError)}"
+        try:
+            request = urllib.request.Request(  # noqa: S310
+                f"{url.rstrip('/')}/admin/rollout{path}", body, headers, method=method
+            )
+            with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:  # noqa: S310
+                return json.load(answer)
+        except urllib.error.HTTPError as error:
+            raise PromoteError(f"--admin-url {url}: {_refusal(error)}") from error
+        except (OSError, HTTPException, ValueError) as error:
+            told = getattr(error, "reason", error)
+            raise PromoteError(f"--admin-url {url}: no admin API answers there: {told}") from error
 
 
 @app.command()
-def status(
-    admin_url: AdminUrl = DEFAULT_URL, api_key_file: KeyFile = None, as_json: JsonFlag = False
-) -> None:
+@with_groups
+def status(admin: AdminApi, as_json: JsonFlag = False) -> None:
     """Print where every rollout stands, and what the guard knows of each variant."""
-    found = _ask(admin_url, api_key_file, "GET", "")
+    found = admin.get("")
     if as_json:
         print_json(found)
         return
     if not found["journal_up"]:
         typer.echo("the journal of rollouts is lost: nothing is decided")
+    sample = found.get("sample")  # an older gateway does not tell it
+    if sample is not None and sample["kept"] < _AS_WANTED * sample["wanted"]:
+        typer.echo(
+            f"the guard compares {sample['kept']:.2%} of the answers, not {sample['wanted']:.2%}: "
+            f"it may take {sample['max_cpu_share']:.0%} of the gateway's other CPU time "
+            "(guard.max_cpu_share)"
+        )
     for rollout in found["rollouts"]:
         for line in _lines(rollout):
             typer.echo(printable(line))
 
 
 @app.command()
+@with_groups
 def start(
+    *,
     model: Model,
     candidate: Annotated[str, typer.Argument(help="Variant that is to take over.")],
     force: Annotated[
         bool, typer.Option("--force", help="Also within the cooldown after a rollback.")
     ] = False,
-    admin_url: AdminUrl = DEFAULT_URL,
-    api_key_file: KeyFile = None,
+    admin: AdminApi,
     as_json: JsonFlag = False,
 ) -> None:
     """Begin a rollout, or let a held one go on."""
     body = {"model": model, "candidate": candidate, "force": force}
-    _moved(_ask(admin_url, api_key_file, "POST", "/start", body), as_json)
+    _tell(admin.post("/start", body), as_json)
 
 
 @app.command()
-def hold(
-    model: Model,
-    why: Why = "",
-    admin_url: AdminUrl = DEFAULT_URL,
-    api_key_file: KeyFile = None,
-    as_json: JsonFlag = False,
-) -> None:
+@with_groups
+def hold(*, model: Model, why: Why = "", admin: AdminApi, as_json: JsonFlag = False) -> None:
     """Stay at this step until the rollout is started again; harm still rolls it back."""
-    _change("hold", model, why, admin_url, api_key_file, as_json)
+    _tell(admin.post("/hold", {"model": model, "why": why}), as_json)
 
 
 @app.command()
-def rollback(
-    model: Model,
-    why: Why = "",
-    admin_url: AdminUrl = DEFAULT_URL,
-    api_key_file: KeyFile = None,
-    as_json: JsonFlag = False,
-) -> None:
+@with_groups
+def rollback(*, model: Model, why: Why = "", admin: AdminApi, as_json: JsonFlag = False) -> None:
     """Give all traffic back to the baseline, now."""
-    _change("rollback", model, why, admin_url, api_key_file, as_json)
+    _tell(admin.post("/rollback", {"model": model, "why": why}), as_json)
 
 
 @app.command()
+@with_groups
 def history(
+    *,
     model: Annotated[str | None, typer.Argument(help="Only of this model.")] = None,
     limit: Annotated[int, typer.Option(min=1, max=10_000, help="How many of the last lines.")] = 20,
-    admin_url: AdminUrl = DEFAULT_URL,
-    api_key_file: KeyFile = None,
+    admin: AdminApi,
     as_json: JsonFlag = False,
 ) -> None:
     """Print the audit log; the gateway checks its chain of hashes each time."""
     query = {"limit": str(limit)} | ({} if model is None else {"model": model})
-    path = f"/history?{urllib.parse.urlencode(query)}"
-    found = _ask(admin_url, api_key_file, "GET", path)
+    found = admin.get(f"/history?{urllib.parse.urlencode(query)}")
     if as_json:
         print_json(found)
         return
@@ -111,14 +155,7 @@ def history(
     typer.echo(f"{found['lines']} lines, newest hash {found['head'] or 'none'}")
 
 
-def _change(
-    command: str, model: str, why: str, url: str, key_file: Path | None, as_json: bool
-) -> None:
-    body = {"model": model, "why": why}
-    _moved(_ask(url, key_file, "POST", f"/{command}", body), as_json)
-
-
-def _moved(found: Any, as_json: bool) -> None:
+def _tell(found: Any, as_json: bool) -> None:
     if as_json:
         print_json(found)
     else:
@@ -147,31 +184,6 @@ def _lines(rollout: Any) -> list[str]:
             for measure, told in found["measures"].items()
         ]
     return lines
-
-
-def _ask(url: str, key_file: Path | None, method: str, path: str, body: Any = None) -> Any:
-    """Ask the admin API.
-
-    Raises:
-        PromoteError: it cannot be reached, or refuses; in its own words.
-    """
-    if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
-        raise PromoteError(f"--admin-url {url}: is not of the form {DEFAULT_URL}")
-    headers = {"Content-Type": "application/json"}
-    if key_file is not None:
-        headers["Authorization"] = f"Bearer {read_key_file(key_file, PromoteError)}"
-    data = None if body is None else json.dumps(body, allow_nan=False).encode()
-    try:
-        request = urllib.request.Request(  # noqa: S310
-            f"{url.rstrip('/')}/admin/rollout{path}", data, headers, method=method
-        )
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:  # noqa: S310
-            return json.load(answer)
-    except urllib.error.HTTPError as error:
-        raise PromoteError(f"--admin-url {url}: {_refusal(error)}") from error
-    except (OSError, HTTPException, ValueError) as error:
-        told = getattr(error, "reason", error)
-        raise PromoteError(f"--admin-url {url}: no admin API answers there: {told}") from error
 
 
 def _refusal(error: urllib.error.HTTPError) -> str:

@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from taut_deploy.commands.option_groups import with_groups
-from taut_deploy.commands.output import JsonFlag, make_folder, say
+from taut_deploy.commands.options import JsonFlag, ResultsFolder
+from taut_deploy.commands.output import make_folder, say
 from taut_deploy.commands.subject import Choice, finish, instrument, subjects
 from taut_deploy.home import TautHome
 
@@ -16,20 +17,19 @@ CEILINGS_FILE = "ceilings.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Points(Choice):
-    """Likewise, with several sizes of an op."""
+    """Likewise, with several sizes of an op.
 
-    shape: Annotated[
-        list[str] | None,
-        typer.Option(help="Sizes of an op, NAME=VALUE[,VALUE…]: a point for each; repeat it."),
-    ] = None
+    Args:
+        shape: Sizes of an op, NAME=VALUE[,VALUE…]: a point for each; repeat it.
+    """
+
+    shape: list[str] | None = None
 
 
 @with_groups
 def roofline(
     choice: Points,
-    output: Annotated[Path, typer.Option(file_okay=False, help="Folder of the results.")] = Path(
-        "taut-roofline"
-    ),
+    output: ResultsFolder = Path("taut-roofline"),
     again: Annotated[
         bool, typer.Option("--again", help="Measure the ceilings anew, do not take them kept.")
     ] = False,

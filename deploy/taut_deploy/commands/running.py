@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from taut_deploy.commands.output import JsonFlag, print_json, printable, say
+from taut_deploy.commands.options import JsonFlag
+from taut_deploy.commands.output import print_json, printable, say
 from taut_deploy.errors import WorkerError
 from taut_deploy.home import TautHome
 

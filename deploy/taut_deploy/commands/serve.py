@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from taut_deploy.commands.option_groups import with_groups
-from taut_deploy.commands.output import JsonFlag, TrustRemoteCodeFlag, print_json, say
+from taut_deploy.commands.options import JsonFlag, TrustRemoteCodeFlag, VllmArguments
+from taut_deploy.commands.output import print_json, say
 from taut_deploy.errors import RecipeError
 from taut_deploy.home import TautHome
 from taut_deploy.progress import progress_reporter
@@ -17,24 +18,25 @@ from taut_deploy.serve import load_serve_settings
 
 @dataclass(frozen=True)
 class ProcessesOptions:
-    """Where the gateway listens, how many workers it has, and what is checked before they start."""
+    """Where the gateway listens, how many workers it has, and what is checked before they start.
 
-    host: Annotated[str | None, typer.Option(help="Address of the gateway; default 127.0.0.1.")] = (
-        None
-    )
-    port: Annotated[int | None, typer.Option(help="Port of the gateway; default 8000.")] = None
-    workers: Annotated[int | None, typer.Option(help="Workers per model; default 1.")] = None
-    verify: Annotated[
-        Verification | None, typer.Option(help="How a checkpoint is verified; default recorded.")
-    ] = None
+    Args:
+        host: Address of the gateway; default 127.0.0.1.
+        port: Port of the gateway; default 8000.
+        workers: Workers per model; default 1.
+        verify: How a checkpoint is verified; default recorded.
+    """
+
+    host: str | None = None
+    port: int | None = None
+    workers: int | None = None
+    verify: Verification | None = None
 
 
 @with_groups
 def serve(
     *,
-    vllm_args: Annotated[
-        list[str] | None, typer.Argument(help="After '--': arguments passed on to vLLM.")
-    ] = None,
+    vllm_args: VllmArguments = None,
     config: Annotated[Path | None, typer.Option(help="YAML file with the same keys.")] = None,
     model: Annotated[
         str | None, typer.Option(help="Model to compress and serve, or a checkpoint.")

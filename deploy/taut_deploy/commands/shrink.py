@@ -6,22 +6,23 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from taut_deploy.commands.device import require_device
+from taut_deploy.commands.device import require_device, require_machine
+from taut_deploy.commands.given_model import fetch_model
 from taut_deploy.commands.option_groups import with_groups
-from taut_deploy.commands.output import (
+from taut_deploy.commands.options import (
     DeviceOption,
     JsonFlag,
+    JudgedTextOption,
+    ModelArgument,
+    PolicyOption,
+    RequantizeFlag,
     TrustRemoteCodeFlag,
-    announce_code,
-    print_json,
-    say,
 )
+from taut_deploy.commands.output import line_reporter, print_json, say
 from taut_deploy.commands.validate_options import NO_TEXT, Sampling
-from taut_deploy.diagnose.kernel_choice import CARDS
 from taut_deploy.errors import RecipeError
 from taut_deploy.files import checked_output
 from taut_deploy.home import TautHome
-from taut_deploy.models import ModelStore
 from taut_deploy.models.names import checked_name
 from taut_deploy.progress import progress_reporter
 from taut_deploy.validate import ValidationJob
@@ -37,19 +38,18 @@ _MOST_BITS = 16.0
 
 @dataclass(frozen=True)
 class Question:
-    """Which model, judged by what on which text, and where the results go."""
+    """Which model, judged by what on which text, and where the results go.
 
-    model: Annotated[str, typer.Argument(help="Model name, hub id, directory or .gguf file.")]
-    policy: Annotated[str, typer.Option(help="Built-in policy or YAML file.")]
-    text: Annotated[
-        Path | None, typer.Option(help="UTF-8 text to judge on; not the calibration text.")
-    ] = None
-    output: Annotated[
-        Path | None, typer.Option(help="Directory of ledger, checkpoints and results.")
-    ] = None
-    sign: Annotated[
-        Path | None, typer.Option(help="Private key in PEM: sign the verdict of what passes.")
-    ] = None
+    Args:
+        output: Directory of ledger, checkpoints and results.
+        sign: Private key in PEM: sign the verdict of what passes.
+    """
+
+    model: ModelArgument
+    policy: PolicyOption
+    text: JudgedTextOption = None
+    output: Path | None = None
+    sign: Path | None = None
 
     @property
     def judged(self) -> Path:
@@ -64,60 +64,39 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Size:
-    """How large the checkpoint may be; one of both, or neither."""
-
-    memory: Annotated[
-        str | None, typer.Option(help="Of the device that serves it, such as 24GiB.")
-    ] = None
-    target_bytes: Annotated[
-        str | None, typer.Option(help="At most, of its weights, such as 5GiB.")
-    ] = None
-
-
-@dataclass(frozen=True)
 class Search:
-    """What is tried, and for how long."""
+    """What is tried, up to which size, and for how long.
 
-    recipe: Annotated[
-        list[str] | None,
-        typer.Option(help="Built-in recipe or YAML file; repeat for more. [default: all]"),
-    ] = None
-    target_bits: Annotated[
-        str | None, typer.Option(help="Bits a weight of the mixtures, with commas.")
-    ] = None
-    budget_minutes: Annotated[
-        float | None, typer.Option(help="Stop then; the next run goes on.")
-    ] = None
-    keep_all: Annotated[
-        bool, typer.Option("--keep-all", help="Keep checkpoints that did not pass.")
-    ] = False
+    Args:
+        memory: Of the device that serves it, such as 24GiB.
+        target_bytes: At most, of its weights, such as 5GiB.
+        recipe: Built-in recipe or YAML file; repeat for more. [default: all]
+        target_bits: Bits a weight of the mixtures, with commas.
+        budget_minutes: Stop then; the next run goes on.
+        keep_all: Keep checkpoints that did not pass.
+    """
 
-
-@dataclass(frozen=True)
-class Serving:
-    """Where the checkpoint is to run."""
-
-    served_by: Annotated[
-        str, typer.Option(help="Machine that is to serve it: here, cpu, h100 or h200.")
-    ] = "here"
-    served: Annotated[
-        bool,
-        typer.Option(
-            "--served/--no-served",
-            help="Start a worker for each candidate and compare what it serves.",
-        ),
-    ] = True
+    memory: str | None = None
+    target_bytes: str | None = None
+    recipe: list[str] | None = None
+    target_bits: str | None = None
+    budget_minutes: float | None = None
+    keep_all: Annotated[bool, typer.Option("--keep-all")] = False
 
 
 @dataclass(frozen=True)
-class Access:
-    """What computes, and what may be taken and run."""
+class Machines:
+    """Where the checkpoint is to run, what computes, and what may be taken and run.
 
+    Args:
+        served_by: Machine that is to serve it: here, cpu, h100 or h200.
+        served: Start a worker for each candidate and compare what it serves.
+    """
+
+    served_by: str = "here"
+    served: Annotated[bool, typer.Option("--served/--no-served")] = True
     device: DeviceOption = "cpu"
-    requantize: Annotated[
-        bool, typer.Option("--requantize", help="Take a model that is quantised already.")
-    ] = False
+    requantize: RequantizeFlag = False
     trust_remote_code: TrustRemoteCodeFlag = False
 
 
@@ -125,11 +104,9 @@ class Access:
 def shrink(
     *,
     question: Question,
-    size: Size,
     search: Search,
     sampling: Sampling,
-    serving: Serving,
-    access: Access,
+    machines: Machines,
     as_json: JsonFlag = False,
 ) -> None:
     """Find the smallest checkpoint that passes: 0 found, 1 none passes, 3 out of time.
@@ -144,12 +121,12 @@ def shrink(
     from taut_deploy.frontier.walk import search as find
     from taut_deploy.validate.record import sign_recorded
 
-    require_device(access.device)
+    require_device(machines.device)
     signer = None if question.sign is None else read_signer(question.sign, "--sign")
     recipes, left_out = chosen_recipes(tuple(search.recipe or ()))
-    request = _request(question, size, search, sampling, serving, access, recipes)
+    request = _request(question, search, sampling, machines, recipes)
     with progress_reporter(quiet=as_json) as progress:
-        found = find(request, left_out, progress, (lambda _: None) if as_json else say)
+        found = find(request, left_out, progress, line_reporter(quiet=as_json))
     content = results.write(request, found, describe_run())
     if signer is not None and found.checkpoint is not None:
         sign_recorded(found.checkpoint, signer)
@@ -162,11 +139,9 @@ def shrink(
 
 def _request(
     question: Question,
-    size: Size,
     search: Search,
     sampling: Sampling,
-    serving: Serving,
-    access: Access,
+    machines: Machines,
     recipes: "tuple[Recipe, ...]",
 ) -> "ShrinkRequest":
     """What is asked for; all that the user wrote is read before the model is fetched."""
@@ -175,17 +150,16 @@ def _request(
     from taut_deploy.validate.policy import load_policy
     from taut_deploy.validate.text import read_text
 
-    _require_machine(serving.served_by)
+    require_machine(machines.served_by)
     budget = search.budget_minutes
     if budget is not None and not budget >= 0.0:
         raise RecipeError(f"--budget-minutes: {budget} is no number of minutes")
-    limit, bits = read_limit(size.memory, size.target_bytes), _read_bits(search.target_bits)
+    limit, bits = read_limit(search.memory, search.target_bytes), _read_bits(search.target_bits)
     policy = load_policy(question.policy)
     read_text(question.judged)
     output = None if question.output is None else checked_output(question.output)
     home = TautHome.from_environment()
-    model = ModelStore(home.models).fetch(question.model)
-    announce_code(Path(model.path), access.trust_remote_code)
+    model = fetch_model(home, question.model, trust_remote_code=machines.trust_remote_code)
     output = output or home.root / "shrink" / checked_name(model.name, model.path)
     return ShrinkRequest(
         model=model,
@@ -200,16 +174,16 @@ def _request(
             policy=question.policy,
             output=output,
             **sampling.for_job(),
-            device=access.device,
-            served=not sampling.quick and _compares_served(serving),
-            trust_remote_code=access.trust_remote_code,
+            device=machines.device,
+            served=not sampling.quick and _compares_served(machines),
+            trust_remote_code=machines.trust_remote_code,
         ),
-        served_by=serving.served_by,
+        served_by=machines.served_by,
         output=output,
         cache=home.root,
         budget_s=None if budget is None else 60.0 * budget,
         keep_all=search.keep_all,
-        requantize=access.requantize,
+        requantize=machines.requantize,
     )
 
 
@@ -229,18 +203,13 @@ def _end(found: "Frontier", policy: str) -> None:
     raise typer.Exit(EXIT_NONE_PASSES)
 
 
-def _require_machine(served_by: str) -> None:
-    if served_by not in (known := ("here", "cpu", *CARDS)):
-        raise RecipeError(f"--served-by: {served_by!r} is none of {', '.join(known)}")
-
-
-def _compares_served(serving: Serving) -> bool:
+def _compares_served(machines: Machines) -> bool:
     """Whether workers are started: not on a machine of another kind than is to serve."""
     from taut_deploy.frontier.served import platform_of
 
-    if not serving.served or platform_of(serving.served_by) == platform_of("here"):
-        return serving.served
-    say(f"--served-by {serving.served_by}: no worker is compared here; validate it there as well")
+    if not machines.served or platform_of(machines.served_by) == platform_of("here"):
+        return machines.served
+    say(f"--served-by {machines.served_by}: no worker is compared here; validate it there as well")
     return False
 
 

@@ -6,23 +6,22 @@ from typing import Annotated
 import typer
 
 from taut_deploy.commands.device import require_device
-from taut_deploy.commands.output import (
+from taut_deploy.commands.given_model import fetch_model
+from taut_deploy.commands.options import (
     DeviceOption,
     JsonFlag,
+    ModelArgument,
     TextOption,
     TrustRemoteCodeFlag,
-    announce_code,
-    megabytes,
-    print_json,
 )
+from taut_deploy.commands.output import made_checkpoint, megabytes, print_json
 from taut_deploy.files import checked_output
 from taut_deploy.home import TautHome
-from taut_deploy.models import ModelStore
 from taut_deploy.progress import progress_reporter
 
 
 def slim(
-    model: Annotated[str, typer.Argument(help="Model name, hub id, directory or .gguf file.")],
+    model: ModelArgument,
     output: Annotated[Path, typer.Option(help="Model directory to make.")],
     ffn: Annotated[float | None, typer.Option(help="Share of the neurons to keep.")] = None,
     heads: Annotated[
@@ -44,8 +43,7 @@ def slim(
     require_device(device)
     target = checked_output(output)
     home = TautHome.from_environment()
-    record = ModelStore(home.models).fetch(model)
-    announce_code(Path(record.path), trust_remote_code)
+    record = fetch_model(home, model, trust_remote_code=trust_remote_code)
     asked = {"depth": depth, "heads": heads, "ffn": ffn, "hidden": hidden}
     shares = {axis: share for axis, share in asked.items() if share is not None}
     job = ShrinkJob(
@@ -62,9 +60,7 @@ def slim(
         manifest = shrink(job, report)
     losses = manifest.recipe["held_out_cross_entropy"]
     summary = {
-        "path": str(target.resolve()),
-        "digest": manifest.digest,
-        "bytes": manifest.bytes,
+        **made_checkpoint(target, manifest),
         "base_bytes": record.bytes,
         "held_out_cross_entropy": losses,
     }

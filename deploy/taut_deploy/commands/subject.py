@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from taut_deploy.commands.output import print_json, say
+from taut_deploy.commands.output import print_results, say
 from taut_deploy.errors import MeasureError, ModelError
 from taut_deploy.files import write_json_atomically, write_text_atomically
 
@@ -25,41 +25,29 @@ _MAX_POINTS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What the command line says about the subject: options of every instrument."""
+    """What the command line says about the subject: options of every instrument.
 
-    subject: Annotated[
-        str,
-        typer.Argument(
-            help="An op of ours (rms_norm), module:function or file.py:function, or a model (name "
-            "in the store, or directory)."
-        ),
-    ]
-    inputs: Annotated[
-        str | None,
-        typer.Option(
-            help="module:function or file.py:function that makes the inputs of a callable; "
-            "default: example_inputs beside it.",
-        ),
-    ] = None
-    shape: Annotated[
-        list[str] | None, typer.Option(help="Size of an op, NAME=VALUE; repeat it for more.")
-    ] = None
-    dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16 or float16; ops and models.")
-    ] = None
-    device: Annotated[
-        str, typer.Option(help="auto (CUDA where there is a device), cpu or cuda.")
-    ] = "auto"
-    backward: Annotated[
-        bool,
-        typer.Option("--backward", help="Run the gradients as well: losses, callables and models."),
-    ] = False
-    batch: Annotated[
-        int | None, typer.Option(min=1, help="Sequences; models only.  [default: 1]")
-    ] = None
-    tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens each; models only.  [default: 128]")
-    ] = None
+    Args:
+        subject: An op of ours (rms_norm), module:function or file.py:function, or a model (name in
+            the store, or directory).
+        inputs: module:function or file.py:function that makes the inputs of a callable; default:
+            example_inputs beside it.
+        shape: Size of an op, NAME=VALUE; repeat it for more.
+        dtype: float32, bfloat16 or float16; ops and models.
+        device: auto (CUDA where there is a device), cpu or cuda.
+        backward: Run the gradients as well: losses, callables and models.
+        batch: Sequences; models only.  [default: 1]
+        tokens: Tokens each; models only.  [default: 128]
+    """
+
+    subject: Annotated[str, typer.Argument()]
+    inputs: str | None = None
+    shape: list[str] | None = None
+    dtype: str | None = None
+    device: str = "auto"
+    backward: Annotated[bool, typer.Option("--backward")] = False
+    batch: Annotated[int | None, typer.Option(min=1)] = None
+    tokens: Annotated[int | None, typer.Option(min=1)] = None
 
 
 @contextmanager
@@ -244,9 +232,4 @@ def finish(
     document["files"] = [str(file) for file in written]
     write_text_atomically(output / f"{name}.md", text + "\n")
     write_json_atomically(output / f"{name}.json", document)
-    if as_json:
-        print_json(document)
-        return
-    typer.echo(text)
-    for file in written:
-        say(f"wrote {file}")
+    print_results(document, text, written, as_json=as_json)

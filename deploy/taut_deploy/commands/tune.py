@@ -5,7 +5,8 @@ from typing import Annotated, Any
 
 import typer
 
-from taut_deploy.commands.output import JsonFlag, print_json, say
+from taut_deploy.commands.options import JsonFlag
+from taut_deploy.commands.output import print_json, say
 from taut_deploy.errors import WorkerError
 
 _TILES = 2

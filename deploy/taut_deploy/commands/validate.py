@@ -7,14 +7,11 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from taut_deploy.api_key import read_api_key
+from taut_deploy.commands.given_model import announce_code
 from taut_deploy.commands.option_groups import with_groups
-from taut_deploy.commands.output import (
-    JsonFlag,
-    TrustRemoteCodeFlag,
-    announce_code,
-    print_facts,
-    print_json,
-)
+from taut_deploy.commands.options import JsonFlag, TrustRemoteCodeFlag
+from taut_deploy.commands.output import print_facts, print_json
 from taut_deploy.commands.validate_options import (
     Access,
     Latency,
@@ -25,6 +22,7 @@ from taut_deploy.commands.validate_options import (
 )
 from taut_deploy.progress import progress_reporter
 from taut_deploy.validate import ValidationJob, ValidationResult, run_validation
+from taut_deploy.validate.errors import CouldNotValidateError
 
 
 @with_groups
@@ -54,7 +52,7 @@ def validate(
 
     Accuracy always, latency where both models are URLs. Servers get TAUT_API_KEY as bearer token.
     """
-    from taut_deploy.validate.headers import parse_headers, read_api_key
+    from taut_deploy.validate.headers import parse_headers
 
     if not question.explain:
         question.require_all()
@@ -69,7 +67,7 @@ def validate(
             **tasks.for_job(quick=sampling.quick),
             device=device,
             **asdict(servers),
-            api_key=read_api_key(access.api_key_file, os.environ),
+            api_key=read_api_key(access.api_key_file, os.environ, CouldNotValidateError),
             baseline_headers=parse_headers(access.baseline_header or (), "--baseline-header"),
             candidate_headers=parse_headers(access.candidate_header or (), "--candidate-header"),
             latency=False if sampling.quick and latency.latency is None else latency.latency,

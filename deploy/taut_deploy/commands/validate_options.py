@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from taut_deploy.commands.options import JudgedTextOption, PolicyOption
 from taut_deploy.validate.latency.plan import LatencyPlan, parse_concurrency
 
 _PLAN = LatencyPlan()
@@ -20,35 +21,25 @@ NO_TEXT = (
 
 @dataclass(frozen=True)
 class Question:
-    """What is compared, on which text, judged by what, and where the answer goes."""
+    """What is compared, on which text, judged by what, and where the answer goes.
 
-    policy: Annotated[str, typer.Option(help="Built-in policy or YAML file.")]
-    baseline: Annotated[
-        str | None, typer.Option(help="Uncompressed model: name, directory or URL.")
-    ] = None
-    candidate: Annotated[
-        str | None, typer.Option(help="Compressed model: name, directory or URL.")
-    ] = None
-    output: Annotated[
-        Path | None, typer.Option(help="Directory for report.html, .json, .md and junit.xml.")
-    ] = None
-    text: Annotated[
-        Path | None, typer.Option(help="UTF-8 text to judge on; not the calibration text.")
-    ] = None
-    sign: Annotated[
-        Path | None, typer.Option(help="Private key in PEM: sign the verdict in the checkpoint.")
-    ] = None
-    explain: Annotated[
-        bool, typer.Option("--explain", help="Say what the policy would need, and run nothing.")
-    ] = False
+    Args:
+        baseline: Uncompressed model: name, directory or URL.
+        candidate: Compressed model: name, directory or URL.
+        output: Directory for report.html, .json, .md and junit.xml.
+        sign: Private key in PEM: sign the verdict in the checkpoint.
+        explain: Say what the policy would need, and run nothing.
+        resume: Go on with a run that broke off; by default if its inputs are the same.
+    """
 
-    resume: Annotated[
-        bool | None,
-        typer.Option(
-            "--resume/--no-resume",
-            help="Go on with a run that broke off; by default if its inputs are the same.",
-        ),
-    ] = None
+    policy: PolicyOption
+    baseline: str | None = None
+    candidate: str | None = None
+    output: Path | None = None
+    text: JudgedTextOption = None
+    sign: Path | None = None
+    explain: Annotated[bool, typer.Option("--explain")] = False
+    resume: Annotated[bool | None, typer.Option("--resume/--no-resume")] = None
 
     def require_all(self) -> None:
         """Refuse a run without its models, its text or its place.
@@ -65,25 +56,25 @@ class Question:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How much of the text is compared, and how often it is resampled."""
+    """How much of the text is compared, and how often it is resampled.
 
-    sequences: Annotated[int, typer.Option(help="Sequences to compare.")] = 32
-    max_sequences: Annotated[
-        int | None, typer.Option(help="Draw more, up to so many, while a limit is undecided.")
-    ] = None
-    sequence_length: Annotated[int, typer.Option(help="Tokens per sequence.")] = 512
-    seed: Annotated[int, typer.Option(help="Seed of bootstrap and latency load.")] = 0
-    bootstrap: Annotated[int, typer.Option(help="Bootstrap resamples.")] = 2000
-    noise_sequences: Annotated[
-        int, typer.Option(help="Sequences of the baseline-against-itself run; 0 leaves it out.")
-    ] = 8
-    quick: Annotated[
-        bool,
-        typer.Option(
-            "--quick",
-            help="At most 16 sequences of 256 tokens, 2 of noise, 200 items a task; none served.",
-        ),
-    ] = False
+    Args:
+        sequences: Sequences to compare.
+        max_sequences: Draw more, up to so many, while a limit is undecided.
+        sequence_length: Tokens per sequence.
+        seed: Seed of bootstrap and latency load.
+        bootstrap: Bootstrap resamples.
+        noise_sequences: Sequences of the baseline-against-itself run; 0 leaves it out.
+        quick: At most 16 sequences of 256 tokens, 2 of noise, 200 items a task; none served.
+    """
+
+    sequences: int = 32
+    max_sequences: int | None = None
+    sequence_length: int = 512
+    seed: int = 0
+    bootstrap: int = 2000
+    noise_sequences: int = 8
+    quick: Annotated[bool, typer.Option("--quick")] = False
 
     def for_job(self) -> dict[str, Any]:
         """The fields of a job; ``--quick`` lowers what is more."""
@@ -96,26 +87,22 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Tasks:
-    """What both models are asked beside the text."""
+    """What both models are asked beside the text.
 
-    task: Annotated[
-        list[Path] | None,
-        typer.Option(help="JSON lines of items, beside the policy's; repeatable."),
-    ] = None
-    lm_eval: Annotated[
-        str | None, typer.Option(help="Tasks of lm-evaluation-harness, comma between (taut[eval]).")
-    ] = None
-    lm_eval_path: Annotated[
-        Path | None, typer.Option(help="Directory with your own tasks for it.")
-    ] = None
-    max_items: Annotated[int | None, typer.Option(help="At most as many items of a task.")] = None
-    slice: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="structured, tools, long_context, code, languages or chat, beside the policy's;"
-            " NAME=FILE for own prompts; repeatable."
-        ),
-    ] = None
+    Args:
+        task: JSON lines of items, beside the policy's; repeatable.
+        lm_eval: Tasks of lm-evaluation-harness, comma between (taut[eval]).
+        lm_eval_path: Directory with your own tasks for it.
+        max_items: At most as many items of a task.
+        slice: structured, tools, long_context, code, languages or chat, beside the policy's;
+            NAME=FILE for own prompts; repeatable.
+    """
+
+    task: list[Path] | None = None
+    lm_eval: str | None = None
+    lm_eval_path: Path | None = None
+    max_items: int | None = None
+    slice: list[str] | None = None
 
     def for_job(self, *, quick: bool) -> dict[str, Any]:
         """The fields of a job.
@@ -137,40 +124,40 @@ class Tasks:
 
 @dataclass(frozen=True)
 class Servers:
-    """What is asked of a model behind a URL."""
+    """What is asked of a model behind a URL.
 
-    top_k: Annotated[int, typer.Option(help="Log-probabilities asked of a server.")] = 20
-    baseline_model: Annotated[str | None, typer.Option(help="Model name at its URL.")] = None
-    candidate_model: Annotated[str | None, typer.Option(help="Model name at its URL.")] = None
-    timeout_s: Annotated[float, typer.Option(help="Seconds to wait for one server answer.")] = 300.0
+    Args:
+        top_k: Log-probabilities asked of a server.
+        baseline_model: Model name at its URL.
+        candidate_model: Model name at its URL.
+        timeout_s: Seconds to wait for one server answer.
+    """
+
+    top_k: int = 20
+    baseline_model: str | None = None
+    candidate_model: str | None = None
+    timeout_s: float = 300.0
 
 
 @dataclass(frozen=True)
 class Latency:
-    """Whether latency is measured, and how much of it."""
+    """Whether latency is measured, and how much of it.
 
-    latency: Annotated[
-        bool | None,
-        typer.Option(
-            "--latency/--no-latency",
-            help="Measure latency; without either flag, where both models are URLs.",
-        ),
-    ] = None
-    latency_requests: Annotated[int, typer.Option(help="Requests per model and concurrency.")] = (
-        _PLAN.requests
-    )
-    latency_concurrency: Annotated[str, typer.Option(help="Requests in flight, e.g. 1,8.")] = (
-        ",".join(map(str, _PLAN.concurrency))
-    )
-    latency_prompt_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = (
-        _PLAN.prompt_tokens
-    )
-    latency_output_tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = (
-        _PLAN.output_tokens
-    )
-    latency_timeout_s: Annotated[
-        float, typer.Option(help="Seconds after which an answer counts as failed.")
-    ] = _PLAN.timeout_s
+    Args:
+        latency: Measure latency; without either flag, where both models are URLs.
+        latency_requests: Requests per model and concurrency.
+        latency_concurrency: Requests in flight, e.g. 1,8.
+        latency_prompt_tokens: Tokens per prompt.
+        latency_output_tokens: Tokens per answer.
+        latency_timeout_s: Seconds after which an answer counts as failed.
+    """
+
+    latency: Annotated[bool | None, typer.Option("--latency/--no-latency")] = None
+    latency_requests: int = _PLAN.requests
+    latency_concurrency: str = ",".join(map(str, _PLAN.concurrency))
+    latency_prompt_tokens: int = _PLAN.prompt_tokens
+    latency_output_tokens: int = _PLAN.output_tokens
+    latency_timeout_s: float = _PLAN.timeout_s
 
     def plan(self) -> LatencyPlan:
         """Return the load of the measurement.
@@ -189,14 +176,14 @@ class Latency:
 
 @dataclass(frozen=True)
 class Access:
-    """What is sent with every request to a URL."""
+    """What is sent with every request to a URL.
 
-    baseline_header: Annotated[
-        list[str] | None, typer.Option(help="'Name: value' for the baseline's URL; repeatable.")
-    ] = None
-    candidate_header: Annotated[
-        list[str] | None, typer.Option(help="'Name: value' for the candidate's URL; repeatable.")
-    ] = None
-    api_key_file: Annotated[
-        Path | None, typer.Option(help="File with a bearer key for the URLs.")
-    ] = None
+    Args:
+        baseline_header: 'Name: value' for the baseline's URL; repeatable.
+        candidate_header: 'Name: value' for the candidate's URL; repeatable.
+        api_key_file: File with a bearer key for the URLs.
+    """
+
+    baseline_header: list[str] | None = None
+    candidate_header: list[str] | None = None
+    api_key_file: Path | None = None

@@ -1,14 +1,16 @@
 """``taut worker``."""
 
 import ipaddress
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from taut_deploy.checkpoint import is_checkpoint
+from taut_deploy.commands.given_model import announce_code
 from taut_deploy.commands.option_groups import with_groups
-from taut_deploy.commands.output import TrustRemoteCodeFlag, announce_code
+from taut_deploy.commands.options import TrustRemoteCodeFlag, VllmArguments
 from taut_deploy.commands.worker_options import (
     ApiOptions,
     ContextOptions,
@@ -16,12 +18,13 @@ from taut_deploy.commands.worker_options import (
     KvCacheGib,
     ProcessOptions,
     VerdictOptions,
+    worker_spec,
 )
 from taut_deploy.errors import WorkerError
 from taut_deploy.models.directory import read_shape
 from taut_deploy.models.remote_code import FLAG
 from taut_deploy.vllm_flags import names_one_of
-from taut_deploy.worker import WorkerSpec, exec_worker
+from taut_deploy.worker import exec_worker
 
 
 @with_groups
@@ -30,9 +33,7 @@ def worker(
     checkpoint: Annotated[
         Path, typer.Argument(help="taut checkpoint, or an uncompressed model directory.")
     ],
-    vllm_args: Annotated[
-        list[str] | None, typer.Argument(help="After '--': arguments passed on to vLLM.")
-    ] = None,
+    vllm_args: VllmArguments = None,
     api: ApiOptions,
     context: ContextOptions,
     kv_cache_gib: KvCacheGib = 1,
@@ -52,29 +53,21 @@ def worker(
             f"--host {api.host}: not an IP address; for example 0.0.0.0 or a pod's own"
         )
     announce_code(checkpoint, trusted)
-    max_model_len = context.max_model_len
-    if trusted and max_model_len is None and not is_checkpoint(checkpoint):
+    if trusted and context.max_model_len is None and not is_checkpoint(checkpoint):
         shape = read_shape(checkpoint, trust_remote_code=True)
-        max_model_len = shape.max_position_embeddings
+        context = replace(context, max_model_len=shape.max_position_embeddings)
     exec_worker(
-        WorkerSpec(
-            checkpoint=checkpoint,
+        replace(
+            worker_spec(checkpoint, extra, context, kernels, kv_cache_gib),
             name=api.name,
             host=api.host,
             port=api.port,
-            max_model_len=max_model_len,
-            kv_cache_dtype=context.kv_cache_dtype,
-            kernels=kernels.mode(),
-            fused_ops=kernels.fused(),
-            decode_attention=kernels.attention(),
-            kv_cache_gib=kv_cache_gib,
             shutdown_timeout_s=process.shutdown_timeout,
             cache=process.cache,
             tune_budget_s=process.tune_budget_s,
             require_verdict=verdict.require_verdict,
             trust=verdict.trust,
             verification=process.verify,
-            extra=tuple(extra),
         )
     )
 

@@ -1,5 +1,6 @@
 """The options of a worker, in groups that ``taut worker`` and ``taut cache`` share."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, cast
@@ -8,7 +9,7 @@ import typer
 
 from taut_deploy.errors import WorkerError
 from taut_deploy.recorded_hashes import Verification
-from taut_deploy.worker import LOOPBACK, KernelMode, asked_for
+from taut_deploy.worker import LOOPBACK, KernelMode, WorkerSpec, asked_for
 
 CompileCache = Annotated[
     Path | None,
@@ -36,24 +37,28 @@ KvCacheGib = Annotated[int, typer.Option(min=1, help="CPU only: memory for the K
 
 @dataclass(frozen=True)
 class ApiOptions:
-    """Under which name and address a worker answers."""
+    """Under which name and address a worker answers.
 
-    name: Annotated[
-        str | None, typer.Option(help="Model name on the API; default from the manifest.")
-    ] = None
-    host: Annotated[
-        str, typer.Option(help="IP address to listen on; workers have no keys: gateways only.")
-    ] = LOOPBACK
-    port: Annotated[int, typer.Option(min=1, max=65535, help="TCP port.")] = 8101
+    Args:
+        name: Model name on the API; default from the manifest.
+        host: IP address to listen on; workers have no keys: gateways only.
+        port: TCP port.
+    """
+
+    name: str | None = None
+    host: str = LOOPBACK
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8101
 
 
 @dataclass(frozen=True)
 class ProcessOptions:
-    """How a worker starts and ends."""
+    """How a worker starts and ends.
 
-    shutdown_timeout: Annotated[
-        int, typer.Option(min=0, help="Seconds SIGTERM lets requests finish.")
-    ] = 30
+    Args:
+        shutdown_timeout: Seconds SIGTERM lets requests finish.
+    """
+
+    shutdown_timeout: Annotated[int, typer.Option(min=0)] = 30
     cache: CompileCache = None
     tune_budget_s: TuneBudget = 20.0
     verify: Verify = "recorded"
@@ -61,54 +66,49 @@ class ProcessOptions:
 
 @dataclass(frozen=True)
 class VerdictOptions:
-    """What a checkpoint must have been shown to be."""
+    """What a checkpoint must have been shown to be.
 
-    require_verdict: Annotated[
-        str | None, typer.Option(help="PASS: refuse a checkpoint without that verdict.")
-    ] = None
-    trust: Annotated[
-        Path | None, typer.Option(help="Public key in PEM that must have signed the verdict.")
-    ] = None
+    Args:
+        require_verdict: PASS: refuse a checkpoint without that verdict.
+        trust: Public key in PEM that must have signed the verdict.
+    """
+
+    require_verdict: str | None = None
+    trust: Path | None = None
 
 
 @dataclass(frozen=True)
 class ContextOptions:
-    """How much context a worker holds, and as what."""
+    """How much context a worker holds, and as what.
 
-    max_model_len: Annotated[int | None, typer.Option(min=16, help="Context in tokens.")] = None
-    kv_cache_dtype: Annotated[str, typer.Option(help="KV-cache element type.")] = "auto"
+    Args:
+        max_model_len: Context in tokens.
+        kv_cache_dtype: KV-cache element type.
+    """
+
+    max_model_len: Annotated[int | None, typer.Option(min=16)] = None
+    kv_cache_dtype: str = "auto"
 
 
 @dataclass(frozen=True)
 class KernelOptions:
-    """Which of taut's kernels a worker runs."""
+    """Which of taut's kernels a worker runs.
 
-    kernels: Annotated[
-        str | None, typer.Option(help="require, prefer or off; default by scheme.")
-    ] = None
-    fused_ops: Annotated[
-        bool,
-        typer.Option(
-            "--fused-ops",
-            help="CUDA only: taut's norms and quantising activations in vLLM's graph; the default"
-            " for Llama, Mistral and Qwen in W4A16 or 8 bits on a card whose engines were"
-            " measured.",
-        ),
-    ] = False
-    no_fused_ops: Annotated[
-        bool, typer.Option("--no-fused-ops", help="Leave norms and quantisation to vLLM.")
-    ] = False
-    decode_attention: Annotated[
-        bool,
-        typer.Option(
-            "--decode-attention",
-            help="CUDA only: taut's attention where a batch has one new token a sequence; the"
-            " default for Llama, Mistral and Qwen on cards it was measured on.",
-        ),
-    ] = False
-    no_decode_attention: Annotated[
-        bool, typer.Option("--no-decode-attention", help="Leave all attention to vLLM.")
-    ] = False
+    Args:
+        kernels: require, prefer or off; default by scheme.
+        fused_ops: CUDA only: taut's norms and quantising activations in vLLM's graph; the default
+            for Llama, Mistral and Qwen in W4A16 or 8 bits on a card whose engines were measured.
+        no_fused_ops: Leave norms and quantisation to vLLM.
+        decode_attention: CUDA only: taut's attention where a batch has one new token a sequence;
+            the default for Llama, Mistral and Qwen on cards it was measured on.
+        no_decode_attention: Leave all attention to vLLM.
+    """
+
+    kernels: str | None = None
+    fused_ops: Annotated[bool, typer.Option("--fused-ops")] = False
+    no_fused_ops: Annotated[bool, typer.Option("--no-fused-ops")] = False
+    decode_attention: Annotated[bool, typer.Option("--decode-attention")] = False
+    no_decode_attention: Annotated[bool, typer.Option("--no-decode-attention")] = False
 
     def mode(self) -> KernelMode | None:
         """Return ``--kernels``; None chooses by scheme.
@@ -137,3 +137,34 @@ class KernelOptions:
         return asked_for(
             "decode-attention", given=self.decode_attention, refused=self.no_decode_attention
         )
+
+
+def worker_spec(
+    checkpoint: Path,
+    extra: Iterable[str],
+    context: ContextOptions,
+    kernels: KernelOptions,
+    kv_cache_gib: int = 1,
+) -> WorkerSpec:
+    """What a worker computes and with what, whoever starts it.
+
+    Args:
+        checkpoint: or another model directory.
+        extra: arguments for vLLM.
+        context: how much it holds.
+        kernels: which it runs.
+        kv_cache_gib: on a CPU, memory for the KV cache.
+
+    Raises:
+        WorkerError: an option has a wrong value.
+    """
+    return WorkerSpec(
+        checkpoint=checkpoint,
+        max_model_len=context.max_model_len,
+        kv_cache_dtype=context.kv_cache_dtype,
+        kernels=kernels.mode(),
+        fused_ops=kernels.fused(),
+        decode_attention=kernels.attention(),
+        kv_cache_gib=kv_cache_gib,
+        extra=tuple(extra),
+    )

@@ -1,6 +1,6 @@
 """One decoder block, compressed as a recipe says: observe, run its stages, report."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
@@ -10,11 +10,13 @@ from torch.utils._pytree import tree_map
 
 from taut_deploy.compress.calibrate.observe import InputGroup, observe_block, unobserved
 from taut_deploy.compress.formats.protocol import DenseLayer, StoredLayer
+from taut_deploy.compress.free_memory import return_freed_memory
+from taut_deploy.compress.replicas import Replica, over_replicas, replicas_of
 from taut_deploy.compress.resolve import Treatment
 from taut_deploy.compress.source.calls import call_block
 from taut_deploy.compress.stages import BLOCK_STAGES
 from taut_deploy.compress.state import BlockState, Example, LayerState
-from taut_deploy.compress.threads import over_batches, single_thread
+from taut_deploy.compress.threads import single_thread
 from taut_deploy.errors import ModelError
 from taut_deploy.recipe import Order, Recipe
 
@@ -78,6 +80,7 @@ def compress_block(
     dtype: torch.dtype,
     batch_size: int,
     target: torch.Tensor | None = None,
+    devices: Sequence[torch.device] = (),
 ) -> CompressedBlock:
     """Compress a loaded block in place: afterwards its linears hold what will be stored.
 
@@ -92,6 +95,7 @@ def compress_block(
         dtype: of the model's weights on disk.
         batch_size: sequences per call.
         target: [B, T, H] the original model's output of this block, where the recipe needs it.
+        devices: that share the calibration, the block's own first; none for its own alone.
 
     Returns:
         What is stored of every layer that was changed for good, and its report.
@@ -103,26 +107,26 @@ def compress_block(
     groups = (
         unobserved(block)
         if hidden is None
-        else observe_block(block, hidden, arguments, batch_size, recipe.needs_hessian)
+        else observe_block(block, hidden, arguments, batch_size, recipe.needs_hessian, devices)
     )
+    return_freed_memory()
     _require_seen(prefix, groups, treatments)
     state = _state_of(block, prefix, groups, treatments)
     layers = state.layers
     if hidden is not None and target is not None:
-        state.example = _example(hidden, target, arguments)
+        place = next(block.parameters()).device
+        state.example = _example(hidden.to(place), target.to(place), arguments)
     for index, stage in enumerate(recipe.stages):
         if stage.order > Order.TRANSFORM:
             _keep_references(state)
         BLOCK_STAGES[stage.method].run(state, index, stage)
-    for layer in layers.values():
-        if layer.mask is not None and layer.stored is None:
-            # Not through store(): what was done is told already.
-            layer.stored = DenseLayer(layer.module.weight.data.to(dtype))
+    _keep_pruned(layers, dtype)
     changed = {name: layer for name, layer in layers.items() if layer.stored is not None}
     reports = [_report(layer, dtype) for layer in changed.values()]
     if hidden is not None:
         block.to(hidden.dtype)
     stored = {name: layer.stored for name, layer in changed.items() if layer.stored is not None}
+    return_freed_memory()  # of what the stages worked with
     return CompressedBlock(stored, reports)
 
 
@@ -166,6 +170,14 @@ def _keep_references(state: BlockState) -> None:
     for layer in state.layers.values():
         if layer.reference is None:
             layer.reference = layer.module.weight.data
+
+
+def _keep_pruned(layers: Mapping[str, LayerState], dtype: torch.dtype) -> None:
+    """Let layers that were pruned and no more be stored dense, their zeros written out."""
+    for layer in layers.values():
+        if layer.mask is not None and layer.stored is None:
+            # Not through store(): what was done is told already.
+            layer.stored = DenseLayer(layer.module.weight.data.to(dtype))
 
 
 def _report(layer: LayerState, dtype: torch.dtype) -> LayerReport:
@@ -216,8 +228,28 @@ def run_block(
     Returns:
         [B, T, H].
     """
-    with torch.inference_mode():
-        parts = over_batches(
-            lambda part: call_block(block, part, arguments), hidden, batch_size, block
-        )
-        return torch.cat([*parts])
+    return torch.cat([*run_batches(block, hidden, arguments, batch_size)])
+
+
+def run_batches(
+    block: nn.Module,
+    hidden: torch.Tensor,
+    arguments: dict[str, Any],
+    batch_size: int,
+    devices: Sequence[torch.device] = (),
+) -> Iterator[torch.Tensor]:
+    """The same batch by batch, [b, T, H] each.
+
+    Args:
+        block: the module.
+        hidden: [B, T, H] its input.
+        arguments: its recorded keyword arguments.
+        batch_size: sequences per call.
+        devices: that share the batches, the block's own first; none for its own alone.
+    """
+
+    def call(replica: Replica, batch: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode():
+            return replica.call(batch)
+
+    return over_replicas(call, hidden, batch_size, replicas_of(block, arguments, devices))

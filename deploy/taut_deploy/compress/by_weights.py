@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 
 from taut_deploy.compress.block import compress_block, run_block
 from taut_deploy.compress.formats.protocol import StoredCodes, WeightFormat
+from taut_deploy.compress.hidden_states import HiddenStates
 from taut_deploy.compress.job import CompressionJob, open_checked_stream, stored_dtype
 from taut_deploy.compress.plan import treatments_of
 from taut_deploy.compress.resolve import Treatment
@@ -30,8 +31,9 @@ from taut_deploy.compress.source.linears import linear_layers
 from taut_deploy.compress.source.stream import StreamedModel
 from taut_deploy.compress.state import round_inputs
 from taut_deploy.compress.stored_block import tensors_of
-from taut_deploy.compress.workspace import Workspace, write_tensors
-from taut_deploy.errors import CheckpointError, OutputError, RecipeError
+from taut_deploy.compress.tensor_file import write_tensors
+from taut_deploy.compress.workspace import Workspace
+from taut_deploy.errors import OutputError, RecipeError
 from taut_deploy.recipe import Quantize, Recipe
 
 _ALGORITHMS = ("rtn", "hqq")
@@ -108,15 +110,10 @@ def compress_by_weights(
     for index, reports in _compressed(parts, missing) if missing else ():
         workspace.commit(_step(blocks[index]), reports)
         told(blocks[index])
-    entering = workspace.tensors("hidden-0")
-    if entering is None:
-        raise CheckpointError(
-            f"{workspace.directory}: the prompts' states are gone; use --no-resume"
-        )
-    probes = [entering[f"probe-{i}"] for i in range(len(arguments) - 1)]
-    leaving = _run_stored(stream, treatments, workspace.directory, probes, arguments[1:])
-    named = {f"probe-{i}": hidden for i, hidden in enumerate(leaving)}
-    workspace.save_tensors(f"hidden-{len(blocks)}", named)
+    states = HiddenStates(workspace)
+    prompts = states.prompts(0)
+    leaving = _run_stored(stream, treatments, workspace.directory, prompts, arguments[1:])
+    states.save_prompts(len(blocks), leaving)
     return [report for one in blocks for report in workspace.committed(_step(one))]
 
 

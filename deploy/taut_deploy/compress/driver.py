@@ -5,10 +5,9 @@ After every block its shard and the hidden states entering the next one are on d
 run goes on where it was and ends in the same bytes: each is a function of the fingerprint.
 """
 
-import math
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,22 +16,23 @@ import torch
 
 from taut_deploy.checkpoint import Golden, Manifest, seal
 from taut_deploy.compress.allocate.decide import allocation_of
-from taut_deploy.compress.block import CompressedBlock, compress_block, run_block
+from taut_deploy.compress.block import CompressedBlock, compress_block, run_batches, run_block
 from taut_deploy.compress.by_weights import Parts, compress_by_weights, require_by_weights
 from taut_deploy.compress.calibrate.calibration import CalibrationSet
 from taut_deploy.compress.calibrate.kept import kept_calibration
-from taut_deploy.compress.formats.config import describe
+from taut_deploy.compress.described import manifest_of
+from taut_deploy.compress.free_memory import return_freed_memory
 from taut_deploy.compress.golden import (
     choose_golden,
     ordinary_tokens,
     require_embedded,
     tokenize_prompts,
 )
+from taut_deploy.compress.hidden_states import CALIBRATION, EXACT, HiddenStates
 from taut_deploy.compress.job import (
     CompressionJob,
     fingerprint,
     finished_checkpoint,
-    library_versions,
     open_stream,
     stored_dtype,
 )
@@ -41,6 +41,7 @@ from taut_deploy.compress.kv_cache import BlockCache
 from taut_deploy.compress.mixed.decide import mixing_of
 from taut_deploy.compress.outer import outer_tensors, quantization_entry
 from taut_deploy.compress.plan import CompressionPlan, formats_of, make_plan, treatments_of
+from taut_deploy.compress.replicas import require_batches
 from taut_deploy.compress.report.write import write_log, write_report
 from taut_deploy.compress.served import kernels_of
 from taut_deploy.compress.shards import shard_index, shard_name
@@ -52,13 +53,12 @@ from taut_deploy.compress.tables import RoundedTable, round_tables, tables_of
 from taut_deploy.compress.threads import single_thread
 from taut_deploy.compress.trial import try_block
 from taut_deploy.compress.workspace import Workspace, sole_writer
-from taut_deploy.errors import CheckpointError
 from taut_deploy.files import (
     copy_files,
     require_free_space,
     write_json_atomically,
 )
-from taut_deploy.models.directory import read_config, read_shape
+from taut_deploy.models.directory import read_config
 from taut_deploy.recipe import Recipe
 
 _BATCH_TOKENS = 2048
@@ -113,6 +113,7 @@ class _Run:
         if mixing is None:
             self._settle(job.recipe, reserve)
         scored = mixing or allocation_of(self._stream, job.recipe, self._dtype)
+        self._devices = [torch.device(one) for one in job.devices]
         self._decided: dict[str, Any] = {}
         self._workspace = Workspace(job.output, fingerprint(job), job.resume)
         if scored is not None:
@@ -120,6 +121,7 @@ class _Run:
                 self._workspace, lambda: self._calibration().tokens, self._told("scoring")
             )
             self._settle(recipe, reserve)
+        self._states = HiddenStates(self._workspace)
         self._rounded: list[RoundedTable] = []
         self._seconds: dict[str, float] = {}
 
@@ -129,6 +131,8 @@ class _Run:
         self._treatments = treatments_of(self._stream, recipe, self._dtype)
         if self._job.workers:
             require_by_weights(self._job.recipe, self._treatments)
+        sequences = recipe.calibration.sequences
+        require_batches(len(self._job.devices), sequences, self._batch_size)
         formats = formats_of(self._treatments).values()
         self._tables = tables_of(self._stream.model, recipe, self._dtype, formats)
         self._plan = make_plan(self._stream, recipe, self._treatments, self._directory, self._dtype)
@@ -148,21 +152,24 @@ class _Run:
             self._stream.blocks,
             lambda: self._enter(self._calibration()),
             self._try_block,
-            self._write_outer,
+            self._try_outer,
         )
         layers = tuple(replace(one, kernel=kernels[one.name]) for one in self._plan.layers)
         return replace(
             self._plan,
             layers=layers,
+            devices=self._job.devices,
             peak_memory_bytes=measured.peak_memory_bytes * (1 + self._job.workers),
             device_memory_bytes=measured.device_memory_bytes,
             seconds=measured.seconds,
         )
 
     def _try_block(self, block: DecoderBlock, arguments: list[BlockArguments]) -> None:
-        if block.index > 0:  # any input will do
-            self._workspace.save_tensors(f"hidden-{block.index}", self._entering(0))
-        self._compress(block, arguments)
+        self._compress(block, arguments, 0)  # any input will do
+
+    def _try_outer(self) -> None:
+        self._load_outer()
+        self._write_outer()
 
     def execute(self) -> Manifest:
         """Run every step that is not committed yet."""
@@ -180,14 +187,17 @@ class _Run:
             if done is None:
                 self._told("compressing")(block)
                 clock = time.monotonic()
-                done = self._compress(block, arguments)
+                done = self._compress(block, arguments, block.index)
                 self._seconds[block.name] = round(time.monotonic() - clock, 3)
             reports += done
         self._progress(total, total, "writing the manifest")
+        self._load_outer()
         golden = self._golden()
         self._write_outer()
         log = write_log(self._workspace, time.monotonic() - started, self._seconds)
-        manifest = self._manifest(calibration, reports, golden)
+        tables = {"tables": [one.as_json() for one in self._rounded]} if self._rounded else {}
+        found = self._decided | tables
+        manifest = manifest_of(self._job, self._treatments, calibration, reports, golden, found)
         write_report(self._workspace.directory, manifest, self._plan, log)
         manifest = seal(self._workspace.directory, manifest)
         self._workspace.publish()
@@ -208,39 +218,33 @@ class _Run:
         prompts = tokenize_prompts(self._directory, trust_remote_code=trusted)
         require_embedded([calibration.tokens, *prompts], _vocabulary(self._stream), self._directory)
         streams = [calibration.tokens[:1], *prompts]
-        entering: dict[str, torch.Tensor] = {}
         fresh = self._workspace.committed("block-0") is None
         if fresh and self._recipe.needs_target:
-            entering["exact"] = self._embed(calibration)
+            self._embed(calibration, EXACT)
         self._rounded = round_tables(self._stream.model, self._tables)
         entered = [self._stream.enter(tokens) for tokens in streams]
         if fresh:
-            entering["calibration"] = self._embed(calibration)
-            entering |= {f"probe-{i}": entered[i + 1][0] for i in range(len(entered) - 1)}
-            self._workspace.save_tensors("hidden-0", entering)
+            self._embed(calibration, CALIBRATION)
+            self._states.save_prompts(0, [hidden for hidden, _ in entered[1:]])
+        self._stream.release_outer()
         return [arguments for _, arguments in entered]
 
-    def _embed(self, calibration: CalibrationSet) -> torch.Tensor:
+    def _embed(self, calibration: CalibrationSet, stream: str) -> None:
         batches = torch.split(calibration.tokens, self._batch_size)
-        return torch.cat([self._stream.embed(batch).cpu() for batch in batches])
+        self._states.save(0, stream, len(calibration.tokens), map(self._stream.embed, batches))
 
     @property
     def _batch_size(self) -> int:
         return max(1, _BATCH_TOKENS // self._recipe.calibration.sequence_length)
 
     def _compress(
-        self, block: DecoderBlock, arguments: list[BlockArguments]
+        self, block: DecoderBlock, arguments: list[BlockArguments], entering: int
     ) -> list[dict[str, Any]]:
-        entering = self._entering(block.index)
-        device = torch.device(self._job.device)
+        """Compress a block on what enters the one at ``entering``: itself, but in a trial."""
         self._stream.load(block.module, block.name)
-        hidden = entering["calibration"].to(device)
         called = arguments[0][block.index]
-        leaving: dict[str, torch.Tensor] = {}
-        if self._recipe.needs_target:
-            # The original model's own stream, through the block as it was.
-            exact = entering["exact"].to(device)
-            leaving["exact"] = run_block(block.module, exact, called, self._batch_size)
+        target = self._target(block, called, entering) if self._recipe.needs_target else None
+        hidden = self._entering(entering, CALIBRATION)
         result = compress_block(
             block.module,
             block.name,
@@ -250,34 +254,53 @@ class _Run:
             treatments=self._treatments,
             dtype=self._dtype,
             batch_size=self._batch_size,
-            target=leaving.get("exact"),
+            target=target,
+            devices=self._devices,
         )
         cache = BlockCache(self._recipe.kv_cache, block.module, block.name, self._dtype)
         with cache.observed():
-            leaving["calibration"] = run_block(block.module, hidden, called, self._batch_size)
+            # Attention is watched in the block itself, not in its copies.
+            shared = () if self._recipe.kv_cache else self._devices
+            self._run(block, hidden, called, CALIBRATION, shared)
+        device = torch.device(self._job.device)
         with cache.emulated():
-            for i, calls in enumerate(arguments[1:]):
-                leaving[f"probe-{i}"] = run_block(
-                    block.module, entering[f"probe-{i}"].to(device), calls[block.index], 1
-                )
-        self._workspace.save_tensors(f"hidden-{block.index + 1}", leaving)
+            prompts = [
+                run_block(block.module, prompt.to(device), calls[block.index], 1)
+                for prompt, calls in zip(self._states.prompts(entering), arguments[1:], strict=True)
+            ]
+        self._states.save_prompts(block.index + 1, prompts)
         with single_thread():  # packing: element by element
             self._save_block(block, result, cache.tensors())
         reports = [report.as_json() for report in result.reports]
         self._workspace.commit(f"block-{block.index}", reports)
-        self._workspace.drop_tensors(f"hidden-{block.index}")
+        self._states.drop(block.index)
         self._stream.release(block.module)
         return reports
 
-    def _entering(self, index: int) -> dict[str, torch.Tensor]:
-        """Hidden states that enter a block; past the last one, those that leave it."""
-        found = self._workspace.tensors(f"hidden-{index}")
-        if found is None:
-            raise CheckpointError(
-                f"{self._workspace.directory}: the state before block {index} is gone; "
-                "use --no-resume"
-            )
-        return found
+    def _target(self, block: DecoderBlock, called: dict[str, Any], entering: int) -> torch.Tensor:
+        """The original model's own stream [B, T, H], through the block as it was."""
+        self._run(block, self._entering(entering, EXACT), called, EXACT, self._devices)
+        return self._entering(block.index + 1, EXACT)
+
+    def _entering(self, index: int, stream: str) -> torch.Tensor:
+        """A text's states [B, T, H]: on the device, or where several take their batches from."""
+        hidden = self._states.of(index, stream)
+        return hidden if self._devices else hidden.to(self._job.device)
+
+    def _run(
+        self,
+        block: DecoderBlock,
+        hidden: torch.Tensor,
+        called: dict[str, Any],
+        stream: str,
+        devices: Sequence[torch.device],
+    ) -> None:
+        """Save what a block gives for a text."""
+        if not devices:
+            hidden = hidden.to(self._job.device)
+        batches = run_batches(block.module, hidden, called, self._batch_size, devices)
+        self._states.save(block.index + 1, stream, len(hidden), batches)
+        return_freed_memory()
 
     def _save_block(
         self, block: DecoderBlock, result: CompressedBlock, scales: dict[str, torch.Tensor]
@@ -288,15 +311,18 @@ class _Run:
         )
 
     def _golden(self) -> Golden:
-        last = self._entering(len(self._stream.blocks))
         device = torch.device(self._job.device)
-        count = sum(name.startswith("probe-") for name in last)
-        probes = [last[f"probe-{i}"].to(device) for i in range(count)]
+        last = self._states.prompts(len(self._stream.blocks))
         return choose_golden(
-            [self._stream.leave(probe)[0, -1].cpu() for probe in probes],
+            [self._stream.leave(prompt.to(device))[0, -1].cpu() for prompt in last],
             self._directory,
             trust_remote_code=self._job.trust_remote_code,
         )
+
+    def _load_outer(self) -> None:
+        """Take embeddings and head in again, which were released while blocks were worked on."""
+        self._stream.load_outer()
+        self._rounded = round_tables(self._stream.model, self._tables)
 
     def _write_outer(self) -> None:
         """Embeddings and head, the index, config.json and the files that are copied as they are."""
@@ -312,35 +338,6 @@ class _Run:
         if entry is not None:
             config["quantization_config"] = entry
         write_json_atomically(target / "config.json", config)
-
-    def _manifest(
-        self, calibration: CalibrationSet, reports: list[dict[str, Any]], golden: Golden
-    ) -> Manifest:
-        model = self._job.model
-        sizes = {name: math.prod(one.shape) for name, one in self._treatments.items()}
-        scheme, bits = describe(formats_of(self._treatments), sizes, 8 * self._dtype.itemsize)
-        trusted = self._job.trust_remote_code
-        tables = {"tables": [one.as_json() for one in self._rounded]} if self._rounded else {}
-        return Manifest(
-            name=model.name,
-            scheme=scheme,
-            bits=bits,
-            recipe=self._job.recipe.as_json() | self._decided | tables,
-            recipe_hash=self._job.recipe.hash,
-            base_model={"name": model.name, "digest": model.digest, "source": model.source},
-            calibration={
-                "description": calibration.description,
-                "hash": calibration.hash,
-                "sequences": calibration.tokens.shape[0],
-                "sequence_length": calibration.tokens.shape[1],
-            },
-            layers=reports,
-            golden=golden,
-            max_model_len=read_shape(
-                self._directory, trust_remote_code=trusted
-            ).max_position_embeddings,
-            libraries=library_versions(),
-        )
 
 
 def _vocabulary(stream: StreamedModel) -> int:

@@ -37,6 +37,7 @@ class CompressionJob:
         requantize: take a model whose weights were rounded already.
         workers: processes that share the blocks of a recipe that asks for weights alone; 0 to
             calibrate.
+        devices: that share the batches of calibration, ``device`` first; empty for one.
     """
 
     model: ModelRecord
@@ -48,6 +49,7 @@ class CompressionJob:
     trust_remote_code: bool = False
     requantize: bool = False
     workers: int = 0
+    devices: tuple[str, ...] = ()
 
 
 def finished_checkpoint(job: CompressionJob) -> Manifest | None:
@@ -166,6 +168,7 @@ def fingerprint(job: CompressionJob) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "dtype": str(compute_dtype(stored_dtype(directory), job.device)),
         **({"by_weights": True} if job.workers else {}),
+        **({"devices": list(job.devices)} if job.devices else {}),
     }
 
 

@@ -65,6 +65,7 @@ class CompressionPlan:
         stacked_experts: experts that stay dense because files and servers hold them as one tensor.
         whole_model: what each whole-model stage does, in words.
         tables: embeddings and head where they are not dense.
+        devices: that share the calibration; empty for one.
     """
 
     recipe: str
@@ -82,6 +83,7 @@ class CompressionPlan:
     stacked_experts: tuple[str, ...] = ()
     whole_model: tuple[str, ...] = ()
     tables: tuple[TablePlan, ...] = ()
+    devices: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, object]:
         """The plan as plain data."""

@@ -26,7 +26,7 @@ class Trial:
         seconds: predicted of the whole run.
         peak_memory_bytes: most of the machine's memory the process held; the run's blocks repeat
             what this one took.
-        device_memory_bytes: likewise of a card, None without one.
+        device_memory_bytes: likewise of the card that held most, None without one.
     """
 
     seconds: float
@@ -62,7 +62,7 @@ def try_block(
     return Trial(
         round(around + (compressed - entered) * times, 1),
         peak_memory_bytes(),
-        torch.cuda.max_memory_allocated() if _uses_card() else None,
+        _card_peak() if _uses_card() else None,
     )
 
 
@@ -79,7 +79,13 @@ def _forget_peak() -> None:
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     if _uses_card():
-        torch.cuda.reset_peak_memory_stats()
+        for card in range(torch.cuda.device_count()):
+            torch.cuda.reset_peak_memory_stats(card)
+
+
+def _card_peak() -> int:
+    """The most memory held on a card, of the one that held most."""
+    return max(torch.cuda.max_memory_allocated(card) for card in range(torch.cuda.device_count()))
 
 
 def peak_memory_bytes() -> int:

@@ -7,21 +7,21 @@ place after everything it stands for.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file
 
 from taut_deploy.checkpoint import Manifest, is_checkpoint, read_manifest
+from taut_deploy.compress.tensor_file import ROWS, write_rows, write_tensors
 from taut_deploy.documents import read_json
 from taut_deploy.errors import OutputError
 from taut_deploy.files import (
     disk_errors_named,
     fsync_path,
-    write_bytes_atomically,
     write_json_atomically,
 )
 from taut_deploy.removal import is_own_child, remove_child
@@ -71,13 +71,22 @@ class Workspace:
         remove_child(self.directory.parent, self.directory.name, (_STATE,))
 
     def tensors(self, name: str) -> dict[str, torch.Tensor] | None:
-        """State tensors saved under ``name``, or None."""
+        """State tensors saved under ``name``, or None; their memory is that of the file."""
         path = self._state / f"{name}.safetensors"
         return load_file(path) if path.is_file() else None
 
     def save_tensors(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Save state tensors durably."""
         write_tensors(self._state / f"{name}.safetensors", tensors)
+
+    def rows(self, name: str) -> torch.Tensor | None:
+        """What :meth:`save_rows` saved under ``name``, or None; its memory is that of the file."""
+        found = self.tensors(name)
+        return None if found is None else found[ROWS]
+
+    def save_rows(self, name: str, rows: int, batches: Iterable[torch.Tensor]) -> None:
+        """Save one tensor durably, of which no more than a batch is in memory."""
+        write_rows(self._state / f"{name}.safetensors", rows, batches)
 
     def drop_tensors(self, name: str) -> None:
         """Forget state tensors that are no longer needed."""
@@ -120,17 +129,6 @@ class Workspace:
             self.directory.rename(self._output)
             fsync_path(self._output.parent)
         remove_leftovers(self._output)
-
-
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write a safetensors file durably.
-
-    Raises:
-        OutputError: the disk is full or refuses.
-    """
-    contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    # Serialised here and written by Python, so that a full disk is an OSError we can name.
-    write_bytes_atomically(path, save(contiguous, metadata={"format": "pt"}))
 
 
 def remove_leftovers(output: Path) -> None:

@@ -1,7 +1,6 @@
 """The verdict on a candidate: by a validation, or by the figures that an earlier one measured."""
 
 import dataclasses
-import importlib.metadata
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -21,6 +20,7 @@ from taut_deploy.validate.policy import Policy, Requirements, beside_policy
 from taut_deploy.validate.slices.run import plan_slices
 from taut_deploy.validate.tasks.plan import plan_tasks
 from taut_deploy.validate.text import TokenizedText, tokenize_file
+from taut_deploy.versions import installed
 
 # Of a validation: where things are and who asks, which changes no figure.
 _NOT_DATA = frozenset(
@@ -95,13 +95,7 @@ def versions(served: bool) -> dict[str, str]:
     Args:
         served: whether a worker is compared, too.
     """
-    found = library_versions()
-    for name in _ENGINES if served else ():
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    return library_versions() | installed(_ENGINES if served else ())
 
 
 def rejudged(

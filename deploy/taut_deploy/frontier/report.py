@@ -4,6 +4,7 @@ import io
 from collections.abc import Mapping
 from typing import Any
 
+from taut_deploy.bench.rows import measured_with
 from taut_deploy.files import write_bytes_atomically, write_json_atomically, write_text_atomically
 from taut_deploy.frontier.judging import Miss
 from taut_deploy.frontier.ledger import Try
@@ -88,8 +89,7 @@ def markdown(request: ShrinkRequest, frontier: Frontier, facts: Mapping[str, str
         f"- {one.name}: not reached, {one.weights_bytes / 1e6:.1f} MB predicted"
         for one in frontier.untried
     ]
-    measured = ", ".join(f"{name} {value}" for name, value in facts.items())
-    return "\n".join([*lines, "", f"Measured with {measured}.", ""])
+    return "\n".join([*lines, "", measured_with(facts), ""])
 
 
 def _answer(request: ShrinkRequest, frontier: Frontier) -> str:

@@ -6,7 +6,7 @@ under the same ``method``.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import Field, PrivateAttr, model_validator
 
@@ -38,12 +38,32 @@ __all__ = [
 ]
 
 
-ReconstructionSteps = Annotated[int, Field(ge=1, le=5000)] | None
-"""Steps that fit what a stage left to the output of the original model's block; None for none."""
+class Reconstructed(StageModel):
+    """A stage after which ``steps`` steps may fit what it left to the original block's output."""
+
+    added_later: ClassVar[frozenset[str]] = StageModel.added_later | {"steps"}
+
+    steps: Annotated[int, Field(ge=1, le=5000)] | None = None
+
+    @property
+    def needs_target(self) -> bool:
+        """Whether it needs what the original model's block gives at full precision."""
+        return self.steps is not None
 
 
-Allocation = Literal["uniform", "loss"]
-"""How a stage's size is shared among its layers: equally, or by what each costs the model."""
+class Allocated(Reconstructed):
+    """A stage that gives all layers the same, or each what scores decide (``allocation: loss``)."""
+
+    added_later: ClassVar[frozenset[str]] = Reconstructed.added_later | {"allocation"}
+
+    allocation: Literal["uniform", "loss"] = "uniform"
+    _of_layers: Mapping[str, Any] = PrivateAttr(default_factory=dict)
+
+    def allocated(self, of_layers: Mapping[str, Any]) -> Self:
+        """The stage with what was decided for each layer, by full name."""
+        decided = self.model_copy()
+        decided._of_layers = of_layers
+        return decided
 
 
 class Smooth(StageModel):
@@ -75,7 +95,7 @@ class Awq(StageModel):
         return True
 
 
-class Prune(StageModel):
+class Prune(Allocated):
     """Set weights to zero and keep them there.
 
     ``sparsity`` is the share to remove, ``pattern`` how many of every run of input channels stay;
@@ -87,7 +107,6 @@ class Prune(StageModel):
     """
 
     order: ClassVar[Order] = Order.PRUNE
-    added_later: ClassVar[frozenset[str]] = StageModel.added_later | {"steps", "allocation"}
 
     method: Literal["prune"] = "prune"
     algorithm: Literal["magnitude", "wanda", "sparsegpt"] = "sparsegpt"
@@ -95,9 +114,6 @@ class Prune(StageModel):
     pattern: Literal["2:4", "4:8"] | None = None
     refit: bool = True
     dampening_frac: Annotated[float, Field(gt=0.0, le=1.0)] = 0.01
-    steps: ReconstructionSteps = None
-    allocation: Allocation = "uniform"
-    _sparsities: Mapping[str, float] = PrivateAttr(default_factory=dict)
 
     @model_validator(mode="after")
     def _one_target(self) -> "Prune":
@@ -107,25 +123,15 @@ class Prune(StageModel):
             raise ValueError("'allocation: loss' goes with 'sparsity': a pattern fixes every run")
         return self
 
-    def allocated(self, sparsities: Mapping[str, float]) -> "Prune":
-        """The stage with the share that each layer loses, by full name."""
-        decided = self.model_copy()
-        decided._sparsities = sparsities
-        return decided
-
     def sparsity_of(self, name: str) -> float | None:
         """The share that a layer loses; None where a pattern says it."""
-        return self._sparsities.get(name, self.sparsity)
+        found: float | None = self._of_layers.get(name, self.sparsity)
+        return found
 
     @property
     def needs_hessian(self) -> bool:
         """Whether it needs ``x xᵀ`` of its inputs."""
         return self.refit or self.algorithm != "magnitude"
-
-    @property
-    def needs_target(self) -> bool:
-        """Whether it needs what the original model's block gives at full precision."""
-        return self.steps is not None
 
 
 class Quantize(StageModel):
@@ -241,7 +247,7 @@ class Residual(Strict):
     passes: Annotated[int, Field(ge=1, le=16)] = 4
 
 
-class Factorize(StageModel):
+class Factorize(Allocated):
     """Make a weight of two thin ones (SVD-LLM, arXiv:2403.07378, §3.1), or correct a rounded one.
 
     Exactly one of three: ``rank_budget``, the share of its parameters that a layer keeps; ``rank``,
@@ -251,7 +257,6 @@ class Factorize(StageModel):
     """
 
     order: ClassVar[Order] = Order.STORE
-    added_later: ClassVar[frozenset[str]] = StageModel.added_later | {"steps", "allocation"}
     keeps_zeros: ClassVar[bool] = False
 
     method: Literal["factorize"] = "factorize"
@@ -259,9 +264,6 @@ class Factorize(StageModel):
     rank: Annotated[int, Field(ge=1)] | None = None
     residual: Residual | None = None
     dampening_frac: Annotated[float, Field(gt=0.0, le=1.0)] = 0.001
-    steps: ReconstructionSteps = None
-    allocation: Allocation = "uniform"
-    _ranks: Mapping[str, int] = PrivateAttr(default_factory=dict)
 
     @model_validator(mode="after")
     def _one_size(self) -> "Factorize":
@@ -275,28 +277,18 @@ class Factorize(StageModel):
             raise ValueError(f"'allocation: loss' goes with 'rank_budget', not {given[0]!r}")
         return self
 
-    def allocated(self, ranks: Mapping[str, int]) -> "Factorize":
-        """The stage with the rank of each layer, by full name."""
-        decided = self.model_copy()
-        decided._ranks = ranks
-        return decided
-
     def rank_of(self, name: str) -> int | None:
         """The rank that a layer was given; None where nothing was decided for it."""
-        return self._ranks.get(name)
+        rank: int | None = self._of_layers.get(name)
+        return rank
 
     @property
     def needs_hessian(self) -> bool:
         """Whether it needs ``x xᵀ`` of its inputs."""
         return True
 
-    @property
-    def needs_target(self) -> bool:
-        """Whether it needs what the original model's block gives at full precision."""
-        return self.steps is not None
 
-
-class Palettize(StageModel):
+class Palettize(Reconstructed):
     """Make every weight one of a few values: an index into a book, times the scale of its group.
 
     Sources: SqueezeLLM, arXiv:2306.07629, §4.1; GPTVQ, arXiv:2402.15319, §3. ``entries`` values
@@ -307,7 +299,6 @@ class Palettize(StageModel):
     """
 
     order: ClassVar[Order] = Order.STORE
-    added_later: ClassVar[frozenset[str]] = StageModel.added_later | {"steps"}
     keeps_zeros: ClassVar[bool] = False
 
     method: Literal["palettize"] = "palettize"
@@ -316,17 +307,11 @@ class Palettize(StageModel):
     rows: Annotated[int, Field(ge=1)] | None = None
     refits: Annotated[int, Field(ge=0, le=16)] = 2
     dampening_frac: Annotated[float, Field(gt=0.0, le=1.0)] = 0.01
-    steps: ReconstructionSteps = None
 
     @property
     def needs_hessian(self) -> bool:
         """Whether it needs ``x xᵀ`` of its inputs."""
         return True
-
-    @property
-    def needs_target(self) -> bool:
-        """Whether it needs what the original model's block gives at full precision."""
-        return self.steps is not None
 
 
 _Stored = Quantize | Quanto | Mixed | Factorize | Palettize

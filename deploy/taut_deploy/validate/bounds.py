@@ -10,35 +10,19 @@
       chat: {length_ratio: {min: 0.8, max: 1.25}}
 """
 
-import math
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from taut_deploy.validate.limits import Limit, Strict, check_ranges
+from taut_deploy.validate.limits import DifferenceLimit, Limits, RatioLimit, ShareLimit, Strict
 
 ANY = "any"
-_SHARE, _DIFFERENCE, _RATIO = (0.0, 1.0), (-1.0, 1.0), (0.0, math.inf)
-
-_Ranges = dict[str, tuple[float, float]]
 
 
-class Bounds(Strict):
+class Bounds(Limits):
     """Limits on metrics, and what else a section says."""
 
-    ranges: ClassVar[_Ranges] = {}
     required: Annotated[bool, Field(strict=True)] = True
-
-    @model_validator(mode="after")
-    def _within_ranges(self) -> "Bounds":
-        check_ranges(self.limits, self.ranges)
-        return self
-
-    @property
-    def limits(self) -> dict[str, Limit]:
-        """The limits that were given, by metric."""
-        named = {name: getattr(self, name) for name in self.ranges}
-        return {name: limit for name, limit in named.items() if limit is not None}
 
 
 class TaskBounds(Bounds):
@@ -54,12 +38,11 @@ class TaskBounds(Bounds):
         required: whether a candidate may not pass where the task was not run.
     """
 
-    ranges: ClassVar[_Ranges] = {"recovery": _RATIO, "difference": _DIFFERENCE, "flips": _SHARE}
     file: str | None = None
     score: Literal["sum", "per_byte"] = "sum"
-    recovery: Limit | None = None
-    difference: Limit | None = None
-    flips: Limit | None = None
+    recovery: RatioLimit = None
+    difference: DifferenceLimit = None
+    flips: ShareLimit = None
     max_items: Annotated[int, Field(ge=2, strict=True)] = 5000
 
     def margin(self, accuracy: float) -> float | None:
@@ -85,16 +68,14 @@ class SliceBounds(Bounds):
 class StructuredBounds(SliceBounds):
     """Answers in JSON: share that is valid against its schema, candidate less baseline."""
 
-    ranges: ClassVar[_Ranges] = {"valid_difference": _DIFFERENCE}
-    valid_difference: Limit | None = None
+    valid_difference: DifferenceLimit = None
 
 
 class ToolBounds(SliceBounds):
     """Tool calls: share that is valid, candidate less baseline, and share that names one tool."""
 
-    ranges: ClassVar[_Ranges] = {"valid_difference": _DIFFERENCE, "same_tool": _SHARE}
-    valid_difference: Limit | None = None
-    same_tool: Limit | None = None
+    valid_difference: DifferenceLimit = None
+    same_tool: ShareLimit = None
 
 
 class LongContextBounds(SliceBounds):
@@ -103,44 +84,32 @@ class LongContextBounds(SliceBounds):
     ``tokens`` limits the window; the model's own is taken where it is shorter.
     """
 
-    ranges: ClassVar[_Ranges] = {"needle_difference": _DIFFERENCE, "perplexity_ratio": _RATIO}
-    needle_difference: Limit | None = None
-    perplexity_ratio: Limit | None = None
+    needle_difference: DifferenceLimit = None
+    perplexity_ratio: RatioLimit = None
     tokens: Annotated[int, Field(ge=64, strict=True)] = 2048
 
 
 class CodeBounds(SliceBounds):
     """Code: completions that parse, and the likelihood of given code."""
 
-    ranges: ClassVar[_Ranges] = {
-        "parses_difference": _DIFFERENCE,
-        "perplexity_ratio": _RATIO,
-        "mean_kl": _RATIO,
-    }
-    parses_difference: Limit | None = None
-    perplexity_ratio: Limit | None = None
-    mean_kl: Limit | None = None
+    parses_difference: DifferenceLimit = None
+    perplexity_ratio: RatioLimit = None
+    mean_kl: RatioLimit = None
 
 
 class LanguageBounds(SliceBounds):
     """Languages other than English: the likelihood of given text."""
 
-    ranges: ClassVar[_Ranges] = {"perplexity_ratio": _RATIO, "mean_kl": _RATIO}
-    perplexity_ratio: Limit | None = None
-    mean_kl: Limit | None = None
+    perplexity_ratio: RatioLimit = None
+    mean_kl: RatioLimit = None
 
 
 class ChatBounds(SliceBounds):
     """Conversations: length of answers, endless loops, and why an answer ended."""
 
-    ranges: ClassVar[_Ranges] = {
-        "length_ratio": _RATIO,
-        "loop_difference": _DIFFERENCE,
-        "same_finish": _SHARE,
-    }
-    length_ratio: Limit | None = None
-    loop_difference: Limit | None = None
-    same_finish: Limit | None = None
+    length_ratio: RatioLimit = None
+    loop_difference: DifferenceLimit = None
+    same_finish: ShareLimit = None
 
 
 class Slices(Strict):

@@ -224,12 +224,7 @@ class CheckpointSource:
     def converse(
         self, messages: Sequence[Message], tools: Sequence[Message], generation: Generation
     ) -> Answer:
-        """Answer a conversation.
-
-        Args:
-            messages: ``role`` and ``content`` each.
-            tools: offered functions, as in the OpenAI API.
-            generation: length and stop texts.
+        """Answer a conversation; see :class:`~taut_deploy.validate.slices.measures.Speaker`.
 
         Raises:
             CouldNotValidateError: the chat template refuses the messages.

@@ -1,13 +1,11 @@
 """What goes with every request to a server: extra headers, and the key, which is never on argv."""
 
 import re
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
-from taut_deploy.api_key import checked_key, read_key_file
+from taut_deploy.api_key import FLAG, KEY_VARIABLE
 from taut_deploy.validate.errors import CouldNotValidateError
 
-KEY_VARIABLE = "TAUT_API_KEY"
 _NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _VALUE = re.compile(r"[\x20-\x7e]+")
 _OURS = frozenset({"host", "content-length", "content-type", "transfer-encoding", "connection"})
@@ -33,33 +31,13 @@ def parse_headers(given: Sequence[str], flag: str) -> tuple[tuple[str, str], ...
         if name.lower() == "authorization":
             raise CouldNotValidateError(
                 f"{flag}: keys do not belong on a command line, which others can read; set "
-                f"{KEY_VARIABLE} or give --api-key-file"
+                f"{KEY_VARIABLE} or give {FLAG}"
             )
         if name.lower() in _OURS or name.lower() in found:
             what = "is given twice" if name.lower() in found else "cannot be set"
             raise CouldNotValidateError(f"{flag}: {name} {what}")
         found[name.lower()] = (name, value)
     return tuple(found.values())
-
-
-def read_api_key(file: Path | None, environment: Mapping[str, str]) -> str | None:
-    """The bearer key for the servers, from a file or the environment.
-
-    Args:
-        file: holds the key and nothing else, as a mounted secret does.
-        environment: may hold ``TAUT_API_KEY``.
-
-    Raises:
-        CouldNotValidateError: both are given, the file cannot be read, or it holds no key.
-    """
-    variable = environment.get(KEY_VARIABLE) or None
-    if file is None:
-        if variable is None:
-            return None
-        return checked_key(variable, KEY_VARIABLE, CouldNotValidateError)
-    if variable is not None:
-        raise CouldNotValidateError(f"--api-key-file: {KEY_VARIABLE} is set too; give one of them")
-    return read_key_file(file, CouldNotValidateError)
 
 
 def request_headers(api_key: str | None, extra: Sequence[tuple[str, str]]) -> dict[str, str]:

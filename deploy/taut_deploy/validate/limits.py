@@ -1,6 +1,8 @@
 """What every section of a policy is made of: strict models, numbers, and limits."""
 
-from typing import Annotated
+import math
+from dataclasses import dataclass
+from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -34,23 +36,56 @@ class Limit(Strict):
         return tuple((side, value) for side, value in given if value is not None)
 
 
-def check_ranges(
-    limits: dict[str, Limit], ranges: dict[str, tuple[float, float]]
-) -> dict[str, Limit]:
-    """Refuse a limit that its metric cannot reach.
+@dataclass(frozen=True)
+class Range:
+    """What a metric can be at all."""
 
-    Args:
-        limits: by metric.
-        ranges: what each metric can be at all.
+    low: float
+    high: float
 
-    Raises:
-        ValueError: naming metric, side and range.
-    """
-    for name, limit in limits.items():
-        low, high = ranges[name]
+    def check(self, name: str, limit: Limit) -> None:
+        """Refuse a limit that the metric cannot reach.
+
+        Raises:
+            ValueError: naming metric, side and range.
+        """
+        low, high = self.low, self.high
         for side, value in limit.sides:
             if not low <= value <= high:
                 hint = f"; {value:g} % is {value / 100:g}" if 1 < value <= 100 == 100 * high else ""
                 ends = f"from {low:g} to {high:g}" if high < float("inf") else f"at least {low:g}"
                 raise ValueError(f"{name}.{side}: {value:g}, and the metric is {ends}{hint}")
-    return limits
+
+
+AnyLimit = Annotated[Limit | None, Range(-math.inf, math.inf)]
+RatioLimit = Annotated[Limit | None, Range(0.0, math.inf)]
+"""Of a ratio, or of another metric that is 0 or more."""
+ShareLimit = Annotated[Limit | None, Range(0.0, 1.0)]
+DifferenceLimit = Annotated[Limit | None, Range(-1.0, 1.0)]
+"""Of a difference of two shares."""
+
+
+class Limits(Strict):
+    """Limits on metrics: fields of the types above, which say what each metric can be."""
+
+    @property
+    def limits(self) -> dict[str, Limit]:
+        """The limits that were given, by metric."""
+        named = {name: getattr(self, name) for name in self._ranges()}
+        return {name: limit for name, limit in named.items() if limit is not None}
+
+    @classmethod
+    def _ranges(cls) -> dict[str, Range]:
+        return {
+            name: found
+            for name, field in cls.model_fields.items()
+            for found in field.metadata
+            if isinstance(found, Range)
+        }
+
+    @model_validator(mode="after")
+    def _within_ranges(self) -> Self:
+        ranges = self._ranges()
+        for name, limit in self.limits.items():
+            ranges[name].check(name, limit)
+        return self

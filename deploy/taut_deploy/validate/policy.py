@@ -15,7 +15,6 @@ A policy is YAML::
 ``tasks`` and ``slices`` are described in :mod:`taut_deploy.validate.bounds`.
 """
 
-import math
 from pathlib import Path
 from typing import Annotated
 
@@ -29,49 +28,26 @@ from taut_deploy.strict_yaml import (
 )
 from taut_deploy.validate.bounds import Slices, TaskBounds
 from taut_deploy.validate.errors import CouldNotValidateError
-from taut_deploy.validate.limits import Limit, Number, Strict, check_ranges
-
-# What a metric can be at all.
-_RANGES: dict[str, tuple[float, float]] = {
-    "perplexity_ratio": (0.0, math.inf),
-    "delta_nll": (-math.inf, math.inf),
-    "mean_kl": (0.0, math.inf),
-    "kl_p50": (0.0, math.inf),
-    "kl_p90": (0.0, math.inf),
-    "kl_p99": (0.0, math.inf),
-    "top1_agreement": (0.0, 1.0),
-    "rms_delta_p": (0.0, 1.0),
-}
+from taut_deploy.validate.limits import AnyLimit, Limits, Number, RatioLimit, ShareLimit, Strict
 
 
-class Requirements(Strict):
+class Requirements(Limits):
     """The metrics a policy may limit; each is compared by the bounds of its 95 % interval."""
 
-    perplexity_ratio: Limit | None = None
-    delta_nll: Limit | None = None
-    mean_kl: Limit | None = None
-    kl_p50: Limit | None = None
-    kl_p90: Limit | None = None
-    kl_p99: Limit | None = None
-    top1_agreement: Limit | None = None
-    rms_delta_p: Limit | None = None
+    perplexity_ratio: RatioLimit = None
+    delta_nll: AnyLimit = None
+    mean_kl: RatioLimit = None
+    kl_p50: RatioLimit = None
+    kl_p90: RatioLimit = None
+    kl_p99: RatioLimit = None
+    top1_agreement: ShareLimit = None
+    rms_delta_p: ShareLimit = None
 
     @model_validator(mode="after")
     def _not_empty(self) -> "Requirements":
         if not self.limits:
             raise ValueError(f"give at least one of {', '.join(type(self).model_fields)}")
         return self
-
-    @model_validator(mode="after")
-    def _within_ranges(self) -> "Requirements":
-        check_ranges(self.limits, _RANGES)
-        return self
-
-    @property
-    def limits(self) -> dict[str, Limit]:
-        """The limits that were given, by metric."""
-        named = {name: getattr(self, name) for name in type(self).model_fields}
-        return {name: limit for name, limit in named.items() if limit is not None}
 
 
 Ratio = Annotated[Number, Field(gt=0)]

@@ -183,12 +183,7 @@ class ServerSource:
     def converse(
         self, messages: Sequence[Message], tools: Sequence[Message], generation: Generation
     ) -> Answer:
-        """Answer a conversation.
-
-        Args:
-            messages: ``role`` and ``content`` each.
-            tools: offered functions, as in the OpenAI API.
-            generation: length and stop texts.
+        """Answer a conversation; see :class:`~taut_deploy.validate.slices.measures.Speaker`.
 
         Raises:
             NotOfferedError: the server refuses it, as one without a parser refuses tools.

@@ -24,6 +24,7 @@ import torch
 
 from taut_deploy.checkpoint import is_checkpoint, read_manifest
 from taut_deploy.errors import TautError
+from taut_deploy.models.directory import read_shape
 from taut_deploy.models.remote_code import FLAG
 from taut_deploy.ports import free_port
 from taut_deploy.serve.one_worker import ask_one_worker
@@ -116,12 +117,13 @@ async def _ask(
     job: ValidationJob, batch: list[tuple[int, ...]], open_files: Callable[[], Source]
 ) -> Comparison:
     directory, port = Path(job.candidate), free_port()
+    asked = _asked_tokens(job)
     manifest = read_manifest(directory) if is_checkpoint(directory) else None
     spec = WorkerSpec(
         directory,
         name=_NAME,
         port=port,
-        max_model_len=job.sequence_length + 1,
+        max_model_len=asked + 1,
         shutdown_timeout_s=5,
         extra=(FLAG,) if job.trust_remote_code else (),
     )
@@ -135,10 +137,17 @@ async def _ask(
             url,
             _NAME,
             None if manifest is None else manifest.golden,
-            lambda: _scored(job, batch, url, open_files()),
+            lambda: _scored(job, [tokens[:asked] for tokens in batch], url, open_files()),
             timeout_s=START_TIMEOUT_S,
             say=lambda _: None,
         )
+
+
+def _asked_tokens(job: ValidationJob) -> int:
+    """Return how many tokens of a sequence are asked: a server writes one more behind a prompt."""
+    shape = read_shape(Path(job.candidate), trust_remote_code=job.trust_remote_code)
+    window = shape.max_position_embeddings
+    return min(job.sequence_length, window - 1) if window else job.sequence_length
 
 
 def _scored(

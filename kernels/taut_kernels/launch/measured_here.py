@@ -2,7 +2,7 @@
 
 The file is JSON::
 
-    {"format": 2, "gpu": "<torch.cuda.get_device_name>", "driver": "…",
+    {"format": 3, "gpu": "<torch.cuda.get_device_name>", "driver": "…",
      "versions": {"torch": "…", …}, "source": "<command, date>",
      "tables": {"<name of a table>": [rows as in tiles/<card>.json], …}}
 
@@ -27,7 +27,7 @@ from typing import Any
 from taut_kernels.launch.atomic_write import write_whole
 
 VARIABLE = "TAUT_VERDICTS"
-FORMAT = 2
+FORMAT = 3
 _KEYS = {"format", "gpu", "driver", "versions", "source", "tables"}
 _PACKAGES = ("taut", "torch", "triton", "vllm", "humming-kernels")
 AGAIN = "measure again with 'taut tune'"

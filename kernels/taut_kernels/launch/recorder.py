@@ -110,7 +110,9 @@ def _binder(kernel: Any, target: str) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class _Launch:
+class Launch:
+    """What one launch of a kernel asks for; fields as of :class:`KernelVariant`."""
+
     kernel: Any
     signature: dict[str, str]
     constants: dict[str, Any]
@@ -125,7 +127,7 @@ class _Card:
     def __init__(self, target: str) -> None:
         self._target = target
         self._assembler: launch_assembler.Choice = nullcontext
-        self.launches: list[_Launch] = []
+        self.launches: list[Launch] = []
 
     def form(
         self, form: Any, grid: Any, pointers: Any, numbers: Any, constants: Any, *_: Any
@@ -151,13 +153,18 @@ class _Card:
         signature = {name: kind for name, (kind, _) in kinds.items()}
         options = {name: value for name, value in named.items() if name not in kinds}
         self.launches.append(
-            _Launch(kernel, signature, constants, attributes, options, self._assembler)
+            Launch(kernel, signature, constants, attributes, options, self._assembler)
         )
 
 
 @contextmanager
-def _pretended(target: str) -> Iterator[list[_Launch]]:
-    """Let launchers see a card of an architecture; yields what is launched meanwhile."""
+def pretended(target: str, gpu: str | None = None) -> Iterator[list[Launch]]:
+    """Let launchers see a card of an architecture; yields what is launched meanwhile.
+
+    Args:
+        target: ``sm_80`` or ``sm_90``.
+        gpu: the card's name, None of one that has no tables.
+    """
     card = _Card(target)
     capability = (int(target[3]), int(target[4]))
 
@@ -170,6 +177,7 @@ def _pretended(target: str) -> Iterator[list[_Launch]]:
 
     with (
         mock.patch.object(launcher, "capability", lambda device: capability),
+        mock.patch.object(launcher, "gpu_name", lambda device: gpu),
         mock.patch.object(launcher, "multiprocessors", lambda device: _MULTIPROCESSORS[target]),
         mock.patch.object(launcher.Form, "__call__", launch),
         mock.patch.object(JITFunction, "run", run),
@@ -187,7 +195,7 @@ def variants_of(call: KernelCall) -> Iterator[KernelVariant]:
         RuntimeError: it launches no form of its kernel, or several.
     """
     for target in call.targets:
-        with _pretended(target) as launches:
+        with pretended(target) as launches:
             call.run()
         found = [launch for launch in launches if launch.kernel is call.kernel]
         if not found or any(other != found[0] for other in found):

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from taut_kernels.launch import launcher
 from taut_kernels.primitives.gemm_direct_kernel import gemm_direct_kernel
-from taut_kernels.primitives.gemm_specialized_kernel import gemm_specialized_kernel
 from taut_kernels.primitives.gemm_tiled_kernel import gemm_tiled_kernel
 from taut_kernels.primitives.gemm_tiles import GemmTile
 from taut_kernels.primitives.gemm_tma_kernel import gemm_tma_kernel
@@ -110,14 +108,9 @@ def _operands(
     )
 
 
-def _stores_by_tma(tile: GemmTile, c: Tensor) -> bool:
-    """Say whether c's rows are multiples of 16 bytes, and the tile wants it."""
-    return tile.store_tma and c.shape[1] * c.element_size() % launcher.ALIGNMENT == 0
-
-
 def _result(tile: GemmTile, c: Tensor, parts: int) -> TensorDescriptor | None:
-    """Describe c where it is stored by the copy engine."""
-    if not _stores_by_tma(tile, c):
+    """Describe c where the copy engine can store it: its rows are multiples of 16 bytes."""
+    if c.shape[1] * c.element_size() % launcher.ALIGNMENT:
         return None
     return TensorDescriptor(
         c, list(c.shape), [c.shape[1], 1], [tile.block_m, tile.block_n // parts]
@@ -160,9 +153,6 @@ def launch_tuned(
         activation: ``none``, ``relu``, ``silu`` or ``gelu``.
         c: [M, N], contiguous; written.
     """
-    if tile.specialize:
-        _launch_specialized(tile, a, b, bias, activation, c)
-        return
     (M, K), N = a.shape, b.shape[1]
     split = min(tile.split_k, -(-K // tile.block_k))
     a_desc, b_desc, a_transposed, b_transposed = _operands(tile, a, b)
@@ -196,40 +186,6 @@ def launch_tuned(
     )
     if split > 1:
         _add_splits(out, bias, activation, c)
-
-
-def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
-    """Give a launch the device memory its descriptors are made in."""
-    del alignment, stream  # torch's blocks are aligned to 512 bytes and follow the current stream
-    return torch.empty(size, dtype=torch.int8, device="cuda")
-
-
-def _launch_specialized(
-    tile: GemmTile, a: Tensor, b: Tensor, bias: Tensor | None, activation: str, c: Tensor
-) -> None:
-    (M, K), N = a.shape, b.shape[1]
-    a, a_transposed = described(a)
-    b, b_transposed = described(b)
-    triton.set_allocator(_scratch)
-    gemm_specialized_kernel[(min(_tiles(M, N, tile), launcher.multiprocessors(a.device)),)](
-        a,
-        b,
-        c,
-        bias,
-        M,
-        N,
-        K,
-        row_stride(a),
-        row_stride(b),
-        A_TRANSPOSED=a_transposed,
-        B_TRANSPOSED=b_transposed,
-        STORE_TMA=_stores_by_tma(tile, c),
-        HAS_BIAS=bias is not None,
-        ACTIVATION=activation,
-        GROUP_M=tile.group_m,
-        **_blocks(tile),
-        **_options(tile),
-    )
 
 
 def _add_splits(partial: Tensor, bias: Tensor | None, activation: str, c: Tensor) -> None:

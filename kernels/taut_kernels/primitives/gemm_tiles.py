@@ -34,10 +34,6 @@ class GemmTile:
         parts: 1, or 2 to store a tile in halves (less shared memory), V4.
         persistent: one program a multiprocessor walks through tiles, V4.
         flatten: one loop over tiles and K instead of two, V4, persistent and unsplit only.
-        specialize: warps of their own for loads (:mod:`._gemm_specialized_jit`): V4, 4 warps,
-            block_m ≥ 128, persistent, neither split nor in halves nor flattened.
-        store_tma: c through the copy engine; else through pointers, which leaves its shared memory
-            to one stage more; V4.
 
     Raises:
         ValueError: a field is out of its range.
@@ -53,14 +49,11 @@ class GemmTile:
     parts: int = 1
     persistent: bool = False
     flatten: bool = False
-    specialize: bool = False
-    store_tma: bool = True
 
     def __str__(self) -> str:
         size = f"{self.block_m}x{self.block_n}x{self.block_k}"
         marks = f"/g{self.group_m}/k{self.split_k}/h{self.parts}"
-        walk = "/p" * self.persistent + "f" * self.flatten + "s" * self.specialize
-        walk += "/d" * (not self.store_tma)
+        walk = "/p" * self.persistent + "f" * self.flatten
         return f"{size}/{self.num_warps}w/{self.num_stages}s{marks}{walk}"
 
     def __post_init__(self) -> None:
@@ -76,12 +69,6 @@ class GemmTile:
                 raise ValueError(f"{field} must lie in 1..{limit}, got {getattr(self, field)}")
         if self.flatten and (not self.persistent or self.split_k > 1):
             raise ValueError("flatten needs persistent and split_k 1")
-        plain = (self.num_warps, self.split_k, self.parts, self.flatten) == (4, 1, 1, False)
-        if self.specialize and not (plain and self.persistent and self.block_m >= 128):
-            raise ValueError(
-                "specialize needs persistent, block_m ≥ 128, num_warps 4, split_k 1, parts 1, "
-                "no flatten"
-            )
 
 
 DIRECT = GemmTile(64, 64, 32, 4, 1)

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from taut_kernels.gemm.w4a16 import decode_tile, lookup, rule
-from taut_kernels.gemm.w4a16.dispatch import ONE_TOKEN_TILE
 from taut_kernels.gemm.w4a16.dispatch import Tile as AnyTile
-from taut_kernels.gemm.w4a16.lookup import BUCKETS, DECODE_TOKENS, Choice
+from taut_kernels.gemm.w4a16.lookup import BUCKETS, Choice
 from taut_kernels.gemm.w4a16.weight_format import WeightFormat
 from taut_kernels.launch import launcher
 
@@ -55,8 +54,8 @@ def candidates(product: Product, M: int, most: int, device: torch.device) -> lis
     """
     gpu, hopper = launcher.gpu_name(device), launcher.is_hopper(device)
     N, K, weights = product.N, product.K, product.weights
-    if M <= ONE_TOKEN_TILE:
-        now = decode_tile.lookup(gpu, N, K, 1, weights, hopper=hopper)
+    if M <= decode_tile.TOKENS:
+        now = decode_tile.lookup(gpu, N, K, weights, hopper=hopper)
         others: list[DecodeOrChoice] = list(decode_tile.ranked(N, K)) if hopper else []
         return _each_once(now, others[:most])
     bucket = lookup.bucket_of(M)
@@ -64,8 +63,6 @@ def candidates(product: Product, M: int, most: int, device: torch.device) -> lis
     ranked: list[DecodeOrChoice] = []
     if bucket < len(BUCKETS) and hopper and K >= rule.LEAST_K and N >= rule.LEAST_N:
         ranked += rule.ranked(N, K, BUCKETS[bucket])[:most]
-    if M <= DECODE_TOKENS and most:
-        ranked.append("decode")
     if M >= DENSE_TOKENS and most:
         ranked.append("dense")
     return _each_once(chosen, ranked)

@@ -18,7 +18,7 @@ import triton
 
 from taut_kernels.gemm.w4a16 import dispatch
 from taut_kernels.gemm.w4a16.decode_ring_tile import RingTile
-from taut_kernels.gemm.w4a16.decode_tile import DecodeTile
+from taut_kernels.gemm.w4a16.decode_tile import TOKENS, DecodeTile
 from taut_kernels.gemm.w4a16.pair_tile import WavesTile
 from taut_kernels.gemm.w4a16.plan import Call
 from taut_kernels.gemm.w4a16.ring_tile import WgmmaRingTile
@@ -58,7 +58,7 @@ class Job(NamedTuple):
         if isinstance(self.tile, RingTile | WavesTile):
             tokens = self.M
         elif isinstance(self.tile, DecodeTile):
-            tokens = 8 if self.M <= dispatch.ONE_TOKEN_TILE else 16
+            tokens = 8 if self.M <= TOKENS else 16
         return self.K, self.tile, tokens, self.weights
 
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from taut_kernels.gemm.w4a16 import dispatch, lookup, weight_format
+from taut_kernels.gemm.w4a16 import decode_tile, dispatch, lookup, weight_format
 from taut_kernels.gemm.w4a16.decode_tile import DecodeTile
 from taut_kernels.gemm.w4a16.plan import Call, Weight
 from taut_kernels.tuner import timing
@@ -97,7 +97,7 @@ class Figures:
         """
         rows = []
         for M, (tile, us) in self.tiles.items():
-            if (M <= dispatch.ONE_TOKEN_TILE) != bool(most):
+            if (M <= decode_tile.TOKENS) != bool(most):
                 continue
             bucket = M if M in lookup.BUCKETS else None
             named = {"N": self.product.N, "K": self.product.K, "max_m": most or bucket}

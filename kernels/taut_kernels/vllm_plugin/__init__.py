@@ -16,29 +16,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from pathlib import Path
 
 from taut_kernels.launch import measured_here
+from taut_kernels.vllm_plugin.mode import MODE_VARIABLE, MODES, requested_mode
 
-MODE_VARIABLE = "TAUT_KERNELS"
-MODES = ("prefer", "require", "off")
+__all__ = ["MODES", "MODE_VARIABLE", "cache_key", "register", "requested_mode"]
 _SOURCE_SUFFIXES = {".py", ".json"}
-
-
-def requested_mode() -> str:
-    """Read ``TAUT_KERNELS``.
-
-    Returns:
-        ``prefer``, ``require`` or ``off``; ``prefer`` where it is unset or empty.
-
-    Raises:
-        ValueError: any other value.
-    """
-    mode = os.environ.get(MODE_VARIABLE) or "prefer"
-    if mode not in MODES:
-        raise ValueError(f"{MODE_VARIABLE} must be one of {', '.join(MODES)}, got {mode!r}")
-    return mode
 
 
 def cache_key(verdicts: Path | None = None) -> str:

@@ -33,9 +33,9 @@ from taut_kernels.vllm_plugin import (
     compat,
     decode_attention,
     known_ops,
-    requested_mode,
     warm_up_decode,
 )
+from taut_kernels.vllm_plugin.mode import requested_mode
 
 _logger = logging.getLogger(__name__)
 

@@ -23,7 +23,8 @@ from vllm.platforms import current_platform
 from taut_kernels.gemm.scaled_mm.dispatch import make_arrivals
 from taut_kernels.gemm.scaled_mm.tile import BLOCK_GROUP
 from taut_kernels.vllm_plugin import block_scaled_mm_op as op
-from taut_kernels.vllm_plugin import compat, known_answer, requested_mode
+from taut_kernels.vllm_plugin import compat, known_answer
+from taut_kernels.vllm_plugin.mode import requested_mode
 from taut_kernels.vllm_plugin.scaled_mm import ARRIVALS, OUT_DTYPES, why_not_here
 
 _GROUPS = {"weight": (BLOCK_GROUP, BLOCK_GROUP), "activation": (1, BLOCK_GROUP)}

@@ -24,7 +24,8 @@ from torch import Tensor
 from taut_kernels.attention import tiles as attention_tiles
 from taut_kernels.attention.arguments import HEAD_DIMS, padded_dim
 from taut_kernels.launch import tile_tables
-from taut_kernels.vllm_plugin import record, requested_mode
+from taut_kernels.vllm_plugin import record
+from taut_kernels.vllm_plugin.mode import requested_mode
 
 BACKEND = "CUSTOM"
 """The name that vLLM keeps free for backends of others."""

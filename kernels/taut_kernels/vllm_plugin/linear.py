@@ -24,7 +24,8 @@ from taut_kernels.gemm.w4a16 import verdict as measured_w4a16
 from taut_kernels.gemm.w4a16 import weight_format
 from taut_kernels.gemm.w4a16.lookup import ONE_OF_EACH
 from taut_kernels.launch.compile_ahead import warmed_up
-from taut_kernels.vllm_plugin import compat, known_answer, requested_mode
+from taut_kernels.vllm_plugin import compat, known_answer
+from taut_kernels.vllm_plugin.mode import requested_mode
 from taut_kernels.vllm_plugin.selection import why_not_ours, why_not_preferred
 
 ARRIVALS = "taut_arrivals"

@@ -26,7 +26,8 @@ from taut_kernels.gemm.scaled_mm import lookup as tiles_scaled_mm
 from taut_kernels.gemm.scaled_mm.dispatch import make_arrivals
 from taut_kernels.launch import tile_tables
 from taut_kernels.launch.compile_ahead import warmed_up
-from taut_kernels.vllm_plugin import fused_ops, known_answer, requested_mode, scaled_mm_op
+from taut_kernels.vllm_plugin import fused_ops, known_answer, scaled_mm_op
+from taut_kernels.vllm_plugin.mode import requested_mode
 
 ARRIVALS = "taut_arrivals"
 OUT_DTYPES = (torch.bfloat16, torch.float16)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 
 from taut_service.guard.tally import RESOLUTION, Tally
 
@@ -43,16 +44,22 @@ class BetLogs:
     def __init__(self, bound: float, side: int = +1) -> None:
         self._bound = bound
         self._side = side
-        # The worst observation for a bet above is -1, for one below +1; both lose 1 + side * bound.
-        # With bets that grow like its inverse, capital falls as the bound moves towards the data.
-        self._bets = [share / (1.0 + side * bound) for share in SHARES]
         self.logs = [0.0] * len(SHARES)
 
     def add(self, step: int, times: int) -> None:
         """Bet on a value of the grid, seen so many times."""
-        gain = self._side * (step / RESOLUTION - self._bound)
-        for number, bet in enumerate(self._bets):
-            self.logs[number] += times * math.log1p(bet * gain)
+        won = _won(self._bound, self._side, step)
+        self.logs = [log + times * more for log, more in zip(self.logs, won, strict=True)]
+
+
+@lru_cache(maxsize=4096)
+def _won(bound: float, side: int, step: int) -> tuple[float, ...]:
+    """Return what each bet makes of 1 by one value; most answers have the same few values."""
+    gain = side * (step / RESOLUTION - bound)
+    # The worst observation for a bet above is -1, for one below +1; both lose 1 + side * bound.
+    # With bets that grow like its inverse, capital falls as the bound moves towards the data.
+    lost = 1.0 + side * bound
+    return tuple(math.log1p(share / lost * gain) for share in SHARES)
 
 
 def log_above(tally: Tally, bound: float) -> float:

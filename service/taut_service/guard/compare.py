@@ -158,8 +158,7 @@ async def _read(
         found.values = {KL: FULL, DISAGREEMENT: FULL}
         return
     again, again_s = await _of_baseline(baseline.distributions(tokens, len(before)))
-    reading = await diverge_in_turns(first, theirs, settings.kl_clip_nats)
-    floor = await diverge_in_turns(first, again, settings.kl_clip_nats)
+    reading, floor = await diverge_in_turns(first, (theirs, again), settings.kl_clip_nats)
     slow = seconds > settings.max_slowdown * (first_s + again_s) / 2
     found.tokens, found.first = reading.tokens, reading.first
     found.values = {

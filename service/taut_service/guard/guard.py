@@ -1,8 +1,9 @@
 """The live guard: draws a share of the answers, compares them beside the requests, keeps evidence.
 
 Invariant: a request waits for nothing of this. What is drawn goes into a queue of fixed length;
-what finds no room, or comes while clients wait for admission, is dropped and counted. Nothing of a
-prompt outlives its comparison unless ``guard.keep: examples`` says so, and nobody is charged.
+what finds no room, is beyond the CPU budget, or comes while clients wait for admission, is dropped
+and counted. Nothing of a prompt outlives its comparison unless ``guard.keep: examples`` says so,
+and nobody is charged.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from taut_service.admit.admission import Admission
 from taut_service.config.settings import GuardSettings, VariantSettings
+from taut_service.guard.budget import CpuBudget
 from taut_service.guard.change import BLOCK
 from taut_service.guard.compare import COMPARED, Comparison, compare
 from taut_service.guard.evidence import Evidence, bounds_of
@@ -64,6 +66,7 @@ class Guard:
         self._admission = admission
         self._metrics = metrics
         self.bounds = bounds_of(settings)
+        self.budget = CpuBudget(settings.max_cpu_share)
         self._drawn_below = int(settings.sample * 2**64)
         self._salt = secrets.token_bytes(16)
         self._queue: asyncio.Queue[Heard] = asyncio.Queue(settings.max_queued)
@@ -109,8 +112,12 @@ class Guard:
         if model.settings.baseline is None or call.route.name not in _ROUTES:
             return
         drawn = hashlib.blake2b(call.request_id, digest_size=8, key=self._salt).digest()
-        if int.from_bytes(drawn, "big") < self._drawn_below:
+        if int.from_bytes(drawn, "big") >= self._drawn_below:
+            return
+        if self.budget.allows():
             call.tap = Tap(body, partial(self._offer, model.name))
+        else:
+            self._metrics.ended(model.name, "", "cpu_budget")
 
     def _offer(self, name: str, heard: Heard | None) -> None:
         if heard is None:
@@ -125,7 +132,7 @@ class Guard:
     async def _compare_all(self) -> None:
         while True:
             heard = await self._queue.get()
-            await self._compare_one(heard)
+            await self.budget.charge(self._compare_one(heard))
 
     async def _compare_one(self, heard: Heard) -> None:
         model = self._reloader.current.names.get(heard.model)
@@ -199,6 +206,11 @@ class Guard:
         if all(task.done() for task in self._tasks):
             return "the guard has stopped: see the log"
         return why_paused(*self._variants((model, variant)))
+
+    @property
+    def sampled(self) -> float:
+        """Share of the answers that was drawn lately and could be afforded."""
+        return self.settings.sample * self.budget.kept
 
     @property
     def queued(self) -> int:

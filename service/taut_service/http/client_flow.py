@@ -27,6 +27,7 @@ from collections.abc import Callable, Sized
 from uvicorn.protocols.http.flow_control import FlowControl
 
 from taut_service.http.client_rules import SLOW_READER, ClientRules
+from taut_service.timer import Timer
 
 LOOK_S = 0.25
 """Between two questions whether the client of a connection that is not read is still there."""
@@ -68,8 +69,8 @@ class ClientFlow(FlowControl):
         self._ahead = ahead
         self._given_up = False
         self._rules = rules
-        self._look: asyncio.TimerHandle | None = None
-        self._write_timer: asyncio.TimerHandle | None = None
+        self._look = Timer()
+        self._write_timer = Timer()
         self._unread = 0
 
     def pause_reading(self) -> None:
@@ -77,14 +78,14 @@ class ClientFlow(FlowControl):
         if self._all_read:
             return
         super().pause_reading()
-        if self._look is None:
+        if self._look.handle is None:
             self._look_later()
 
     def resume_reading(self) -> None:
         """Read on, unless requests wait or nothing more is wanted."""
         if not self.read_paused or self._ahead or self._given_up:
             return
-        self._stop_looking()
+        self._look.stop()
         super().resume_reading()
 
     def end_reading(self) -> bool:
@@ -94,7 +95,7 @@ class ClientFlow(FlowControl):
             Whether the client may still be there.
         """
         self._all_read = True
-        self._stop_looking()
+        self._look.stop()
         return self._ask_client()
 
     def give_up_reading(self) -> None:
@@ -110,21 +111,20 @@ class ClientFlow(FlowControl):
     def resume_writing(self) -> None:
         """Write on."""
         super().resume_writing()
-        if self._write_timer is not None and not self._transport.is_closing():
-            self._stop_measuring()
+        if self._write_timer.handle is not None and not self._transport.is_closing():
+            self._write_timer.stop()
 
     def watch_writing(self) -> None:
         """Cut the client off if it takes too little of what waits for it."""
-        if self._write_timer is None and self._transport.get_write_buffer_size():
+        if self._write_timer.handle is None and self._transport.get_write_buffer_size():
             self._unread = _unread(self._transport)
             self._measure_later()
 
     def _measure_later(self) -> None:
         self._window_s = self._rules.timeouts().write_s
-        self._write_timer = self._loop.call_later(self._window_s, self._measure)
+        self._write_timer.start(self._loop, self._window_s, self._measure)
 
     def _measure(self) -> None:
-        self._write_timer = None
         before, self._unread = self._unread, _unread(self._transport)
         least = self._window_s * self._rules.timeouts().write_min_bytes_per_s
         if before - self._unread < max(1, least):
@@ -133,22 +133,16 @@ class ClientFlow(FlowControl):
         else:
             self._measure_later()
 
-    def _stop_measuring(self) -> None:
-        if self._write_timer is not None:
-            self._write_timer.cancel()
-            self._write_timer = None
-
     def close(self) -> None:
         """Stop watching; the connection is lost."""
-        self._stop_looking()
-        self._stop_measuring()
+        self._look.stop()
+        self._write_timer.stop()
         self._given_up = True
 
     def _look_later(self) -> None:
-        self._look = self._loop.call_later(self._look_s, self._look_for_end)
+        self._look.start(self._loop, self._look_s, self._look_for_end)
 
     def _look_for_end(self) -> None:
-        self._look = None
         if self._transport.is_closing():
             return
         found = _looked_at(self._transport)
@@ -161,7 +155,7 @@ class ClientFlow(FlowControl):
                 self._transport.abort()
                 return
             self._look_s = min(2 * self._look_s, LOOK_S)
-        if self._look is None and (self._all_read or self.read_paused):
+        if self._look.handle is None and (self._all_read or self.read_paused):
             self._look_later()
 
     def _ask_client(self) -> bool:
@@ -171,11 +165,6 @@ class ClientFlow(FlowControl):
         self._look_s = FIRST_LOOK_S
         self._look_later()
         return True
-
-    def _stop_looking(self) -> None:
-        if self._look is not None:
-            self._look.cancel()
-            self._look = None
 
 
 def _unread(transport: asyncio.Transport) -> int:

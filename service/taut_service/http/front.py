@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
@@ -73,6 +74,7 @@ _OPEN_PATHS = ("/health/", "/metrics", "/docs", "/openapi.json")
 _OPEN = frozenset({"/health", "/ping", "/version"})
 
 
+@dataclass(eq=False, repr=False)
 class Front:
     """The outermost ASGI callable.
 
@@ -91,34 +93,21 @@ class Front:
         guard: compares a share of the answers; None compares none.
     """
 
-    def __init__(
-        self,
-        api: ASGIApp,
-        routes: Mapping[str, Route],
-        gateway: Gateway,
-        reloader: Reloader,
-        keys: ApiKeys,
-        limiter: RateLimiter,
-        drain: Drain,
-        metrics: Metrics,
-        usage: KeyUsage,
-        access_log: AccessLog,
-        tracing: Tracing | None = None,
-        guard: Guard | None = None,
-    ) -> None:
-        self._api = api
-        self._routes = routes
-        self._gateway = gateway
-        self.reloader = reloader
-        self._keys = keys
-        self._limiter = limiter
+    api: ASGIApp
+    routes: Mapping[str, Route]
+    gateway: Gateway
+    reloader: Reloader
+    keys: ApiKeys
+    limiter: RateLimiter
+    drain: Drain
+    metrics: Metrics
+    usage: KeyUsage
+    access_log: AccessLog
+    tracing: Tracing | None = None
+    guard: Guard | None = None
+
+    def __post_init__(self) -> None:
         self._key_places = KeyPlaces()
-        self.drain = drain
-        self.metrics = metrics
-        self._usage = usage
-        self._log = access_log
-        self._tracing = tracing
-        self.guard = guard
         self._ids = RequestIds()
         self._inspector = Inspector()
         self._bodies = Bodies()
@@ -127,7 +116,7 @@ class Front:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, or pass it to FastAPI."""
         if scope["type"] != "http":
-            await self._api(scope, receive, send)
+            await self.api(scope, receive, send)
             return
         # Out of the scope, which it points back at: no garbage for the collector.
         exchange = scope.pop(SCOPE_KEY, None)
@@ -137,7 +126,7 @@ class Front:
             await send({"type": "http.response.start", "status": 204, "headers": preflight})
             await send({"type": "http.response.body", "body": b""})
             return
-        route = self._routes.get(scope["path"])
+        route = self.routes.get(scope["path"])
         if route is None:
             await self._pass_to_api(scope, receive, send)
             return
@@ -147,8 +136,8 @@ class Front:
         call.exchange = exchange
         if exchange is not None and scope["http_version"] == "1.0":
             send = exchange.send_until_close
-        if self._tracing is not None:
-            call.span, headers.passed_on = self._tracing.begin(call, headers.passed_on)
+        if self.tracing is not None:
+            call.span, headers.passed_on = self.tracing.begin(call, headers.passed_on)
         watch = RequestWatch(receive, self.reloader.current.settings.timeouts.total_s)
         self.drain.enter(watch)
         try:
@@ -203,7 +192,7 @@ class Front:
         path = call.route.path.encode() + (b"?" + query if query else b"")
         claim = claim_of(call, caller, headers, timeout_s, sum(facts.cost))
         if caller is not None and caller.limit is not None:
-            call.admitted.reservation = await self._limiter.reserve(
+            call.admitted.reservation = await self.limiter.reserve(
                 caller.name, caller.limit, facts.cost
             )
             call.extra_headers = call.admitted.reservation.headers()
@@ -214,7 +203,7 @@ class Front:
         if self.guard is not None:
             self.guard.draw(call, model, request.body)
         may_pin = caller is None or caller.may_pin
-        await self._gateway.answer(call, model, request, send, claim, may_pin=may_pin)
+        await self.gateway.answer(call, model, request, send, claim, may_pin=may_pin)
 
     async def _facts(self, call: Call, body: bytes) -> Facts:
         # Looked up when the body is there: a reload may have come in between.
@@ -235,7 +224,7 @@ class Front:
             raise MethodNotAllowedError(method, "POST")
         self.drain.check_open()
         headers.check_framing()
-        caller = self._keys.caller_of(headers.authorization)
+        caller = self.keys.caller_of(headers.authorization)
         if caller is not None:
             call.admitted.key, call.admitted.caller = caller, caller.name
             headers.hide_authorization()
@@ -285,18 +274,18 @@ class Front:
             left = call.answer.status in (0, CLIENT_CLOSED)
             variant.finished(0 if left else call.answer.status, seconds, call.answer.usage)
             cost = variant.cost_of(call.answer.usage)
-            self._usage.count(call.admitted.caller, call.model, call.answer.usage, cost)
+            self.usage.count(call.admitted.caller, call.model, call.answer.usage, cost)
             events = call.answer.events - call.route.preamble
             if events > 0:
                 variant.streamed(call.answer.first_token_s, call.answer.rest_s, events)
         if call.tap is not None:
             call.tap.finish(call)
         trace_id = ""
-        if self._tracing is not None and call.span is not None:
+        if self.tracing is not None and call.span is not None:
             trace_id = trace_id_of(call.span)
-            self._tracing.end(call.span, call)
-        if self._log.enabled:
-            self._log.request(call, seconds, trace_id)
+            self.tracing.end(call.span, call)
+        if self.access_log.enabled:
+            self.access_log.request(call, seconds, trace_id)
 
     async def _pass_to_api(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = RequestHeaders(scope["headers"], self._ids)
@@ -312,11 +301,11 @@ class Front:
         path = scope["path"].rstrip("/") or "/"
         if path not in _OPEN and not path.startswith(_OPEN_PATHS):
             try:
-                scope[CALLER] = self._keys.caller_of(headers.authorization)
+                scope[CALLER] = self.keys.caller_of(headers.authorization)
             except UnauthorizedError as error:
                 self.metrics.rejected["unauthorized"].inc()
                 await send_error(send, error, headers.request_id, close=headers.expects_continue)
                 return
         # uvicorn keeps the body of an answer to HEAD back: it looks at its own scope.
         changed = {"method": "GET"} if scope["method"] == "HEAD" else {}
-        await self._api({**scope, **changed, "path": path}, receive, send_with_id)
+        await self.api({**scope, **changed, "path": path}, receive, send_with_id)

@@ -29,6 +29,7 @@ from taut_service.http.framing import (
     Framing,
     Trailers,
 )
+from taut_service.timer import Timer
 
 _NUMBERS = itertools.count()
 MAX_PIPELINED = 64
@@ -66,13 +67,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     """One client connection. Costs next to nothing while requests arrive whole, in one read."""
 
     flow: ClientFlow
-    _timer: asyncio.TimerHandle | None = None
     _exchange: ClientExchange | None = None
     _refusal: str | None = None
 
     def __init__(self, *args: Any, rules: ClientRules, **named: Any) -> None:
         super().__init__(*args, **named)
         self._rules = rules
+        self._timer = Timer()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for the first head."""
@@ -94,8 +95,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """When the last request ended, or the first could have begun; None while one runs."""
         if self._running() is not None:
             return None
-        if self._timer is not None:
-            return self._timer.when() - FRAMING_TIMEOUT_S
+        if self._timer.handle is not None:
+            return self._timer.handle.when() - FRAMING_TIMEOUT_S
         if self.timeout_keep_alive_task is not None:
             return self.timeout_keep_alive_task.when() - self.timeout_keep_alive
         return self.loop.time()
@@ -135,8 +136,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """End a head; what comes in fields from now on is a trailer, and dropped."""
         framing = self._framing
-        if self._timer is not None:
-            self._stop_timer()
+        if self._timer.handle is not None:
+            self._timer.stop()
         if framing.outside or not 0 < framing.size <= MAX_HEAD_BYTES:
             refusal = framing.head_problem(self.headers, self.url)
         elif len(self.headers) > MAX_FIELDS:
@@ -176,8 +177,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         framing = self._framing
         framing.open = framing.in_head = False
         framing.size = 0
-        if self._timer is not None:
-            self._stop_timer()
+        if self._timer.handle is not None:
+            self._timer.stop()
         cycle = self.cycle
         if not cycle.response_complete:
             cycle.more_body = False
@@ -204,10 +205,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         # A request that has been answered is read to its end, but not for ever.
         answered = framing.open and not framing.in_head and self.cycle.response_complete
         if answered or not framing.open or framing.in_head or framing.dry > 1:
-            if self._timer is None:
+            if self._timer.handle is None:
                 self._wait_for_framing()
         else:
-            self._stop_timer()
+            self._timer.stop()
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Go on for a client that sends no more but may still read its answers; then close."""
@@ -226,7 +227,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop waiting."""
-        self._stop_timer()
+        self._timer.stop()
         self.flow.close()
         # uvicorn tells the last request only; it may be one that waits for its turn.
         if (running := self._running()) is not None:
@@ -281,15 +282,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def _wait_for_framing(self) -> None:
-        self._timer = self.loop.call_later(FRAMING_TIMEOUT_S, self._give_up)
-
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._timer.start(self.loop, FRAMING_TIMEOUT_S, self._give_up)
 
     def _give_up(self) -> None:
-        self._timer = None
         if self.flow.read_paused:
             # The silence is this side's.
             self._wait_for_framing()

@@ -15,6 +15,7 @@ from starlette.types import Receive
 
 from taut_service.errors import RequestTimeoutError, UnavailableError, UpstreamDeadlineError
 from taut_service.http.client_exchange import ClientExchange
+from taut_service.timer import Timer
 
 SHUTDOWN_RETRY_AFTER_S = 5.0
 
@@ -32,18 +33,15 @@ class SilenceLimit:
     def __init__(self, watch: RequestWatch, silence_s: float) -> None:
         self._watch = watch
         self._silence_s = silence_s
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer = Timer()
 
     def restart(self) -> None:
         """Begin to count from now."""
-        self.stop()
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(self._silence_s, self._expire)
+        self._timer.start(asyncio.get_running_loop(), self._silence_s, self._expire)
 
     def stop(self) -> None:
         """Count no longer."""
-        if self._timer is not None:
-            self._timer.cancel()
+        self._timer.stop()
 
     def _expire(self) -> None:
         text = f"the request body did not arrive: nothing for {self._silence_s:g} s"

@@ -16,10 +16,11 @@ import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from functools import partial
 from types import FrameType
-from typing import cast
+from typing import Literal, cast
 
 import uvicorn
 from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from taut_service.config.settings import SettingsError
 from taut_service.http.client_rules import ClientRules
@@ -64,19 +65,7 @@ class GatewayServer(uvicorn.Server):
             lambda: app.reloader.current.settings.timeouts,
             lambda reason: app.metrics.clients_closed[reason].inc(),
         )
-        config = uvicorn.Config(
-            app,
-            http=_with(self._rules),
-            ws="none",
-            lifespan="on",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            backlog=BACKLOG,
-            timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
-        )
-        super().__init__(config)
+        super().__init__(_config(app, self._rules, lifespan="on"))
         self._app = app
         self._tls = tls
         self._admin_socket = admin
@@ -173,18 +162,7 @@ class AdminServer(uvicorn.Server):
     """
 
     def __init__(self, app: FastAPI) -> None:
-        super().__init__(
-            uvicorn.Config(
-                SmallBodies(app),
-                http=_with(ClientRules()),
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
-            )
-        )
+        super().__init__(_config(SmallBodies(app), ClientRules(), lifespan="off"))
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -192,9 +170,22 @@ class AdminServer(uvicorn.Server):
         yield
 
 
-def _with(rules: ClientRules) -> type[asyncio.Protocol]:
-    """Return uvicorn's protocol factory for one listener; it is only ever called."""
-    return cast("type[asyncio.Protocol]", partial(BoundedHttpProtocol, rules=rules))
+def _config(app: ASGIApp, rules: ClientRules, *, lifespan: Literal["on", "off"]) -> uvicorn.Config:
+    """Return how uvicorn serves one listener: our protocol, our log, our headers."""
+    # Only ever called, as a factory.
+    protocol = cast("type[asyncio.Protocol]", partial(BoundedHttpProtocol, rules=rules))
+    return uvicorn.Config(
+        app,
+        http=protocol,
+        ws="none",
+        lifespan=lifespan,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        backlog=BACKLOG,
+        timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
+    )
 
 
 @contextlib.asynccontextmanager

@@ -12,9 +12,9 @@ from http import HTTPStatus
 from typing import Any
 
 from taut_service.config.settings import KubernetesEvents
+from taut_service.kubernetes.api_server import ApiServer, ApiStatusError
 from taut_service.rollout.audit import Entry
 from taut_service.rollout.outbox import DeliveryError, Outbox
-from taut_service.worker.discovery.api_server import ApiServer, ApiStatusError
 from taut_service.worker.upstream_errors import UpstreamError
 
 CONTROLLER = "taut-gateway"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 
 from taut_service.config.settings import Golden, Settings, WorkerSettings
@@ -33,6 +34,7 @@ class Fleet:
         self._times = times
         self._on_stale = on_stale
         self._workers: dict[_Identity, Worker] = {}
+        self._serving: Counter[str] = Counter()  # workers of each served name
         self._tasks: dict[Worker, list[asyncio.Task[None]]] = {}
         self._load_every_s: float | None = None
         self._running = False
@@ -64,6 +66,7 @@ class Fleet:
             client = UpstreamClient(entry.host, entry.port, settings.timeouts, self._on_stale)
             worker = Worker(entry, served_name, golden, client, routing.breaker)
             self._workers[identity] = worker
+            self._serving[served_name] += 1
         worker.client.configure(settings.timeouts)
         worker.client.use_key(None if entry.api_key_file is None else self.keys[entry.api_key_file])
         worker.breaker.limits = routing.breaker
@@ -78,6 +81,7 @@ class Fleet:
         for identity, worker in list(self._workers.items()):
             if worker not in workers:
                 del self._workers[identity]
+                self._serving[worker.served_name] -= 1
                 for task in self._tasks.pop(worker, ()):
                     task.cancel()
                 worker.client.retire()
@@ -105,10 +109,7 @@ class Fleet:
 
     def _every_s(self, worker: Worker) -> float | None:
         """Pause between looks at a worker's load; None where no other is there to compare with."""
-        company = any(
-            other is not worker and other.served_name == worker.served_name for other in self
-        )
-        return self._load_every_s if company else None
+        return self._load_every_s if self._serving[worker.served_name] > 1 else None
 
 
 def _report(task: asyncio.Task[None]) -> None:

@@ -112,11 +112,23 @@ class RolloutReport(BaseModel):
     evidence: list[EvidenceReport]
 
 
+class SampleReport(BaseModel):
+    """Which share of the answers the guard compares.
+
+    ``wanted`` is ``guard.sample``; ``kept`` what of it ``max_cpu_share`` could afford lately.
+    """
+
+    wanted: float
+    kept: float
+    max_cpu_share: float | None
+
+
 class RolloutList(BaseModel):
     """Every model with a baseline."""
 
     journal_up: bool
     steps: list[float]
+    sample: SampleReport
     rollouts: list[RolloutReport]
 
 
@@ -172,10 +184,17 @@ def _add_report(admin: FastAPI, controls: RolloutControls) -> None:
             for name, model in controls.reloader.current.models.items()
             if model.settings.baseline is not None
         ]
+        guard = controls.guard
+        sample = SampleReport(
+            wanted=guard.settings.sample,
+            kept=guard.sampled,
+            max_cpu_share=guard.settings.max_cpu_share,
+        )
         finished = await asyncio.to_thread(lambda: [make() for make in reports])
         return RolloutList(
             journal_up=rollouts is None or rollouts.up,
             steps=[] if rollouts is None else list(rollouts.settings.steps),
+            sample=sample,
             rollouts=finished,
         )
 

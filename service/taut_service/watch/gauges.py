@@ -48,6 +48,7 @@ GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "limit_store_up": ("1 while the shared store of rate limits answers", ()),
     "api_keys": ("API keys in force", ()),
     "guard_queued_answers": ("Answers that wait to be compared with the baseline's", ()),
+    "guard_sampled_ratio": ("Share of the answers that guard.max_cpu_share lets be compared", ()),
     "guard_paused": ("1 while a variant cannot be compared: a side has no ready worker", _VARIANT),
     "guard_harm_log_evidence": ("Log of the evidence that a variant does harm", _VARIANT),
     "guard_excess": ("Mean of a measure beyond the baseline's noise", (*_VARIANT, "measure")),
@@ -58,6 +59,7 @@ GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "configuration_generation": ("Counts the configurations in use since the start", ()),
 }
 COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "guard_cpu_seconds": ("CPU time of comparisons with the baseline, a little too high", ()),
     "rollout_rollbacks": ("Rollbacks in the audit log", _MODEL),
     "rollout_webhook_failures": ("Changes that the webhook did not take", ()),
     "rollout_event_failures": ("Changes of which Kubernetes has no Event", ()),

@@ -11,7 +11,7 @@ from taut_service.watch.gauges import Reading, Source
 
 RESULTS = (
     *("compared", "unsupported", "too_long", "too_large", "queue_full", "load", "paused"),
-    *("baseline_failed", "candidate_failed"),
+    *("cpu_budget", "baseline_failed", "candidate_failed"),
 )
 NO_VARIANT = "none"
 """Label of answers that were dropped before it was known what to compare them with."""
@@ -73,6 +73,8 @@ def read_guard(guard: Guard) -> Source:
 
     def source() -> Iterator[Reading]:
         yield Reading("guard_queued_answers", (), guard.queued)
+        yield Reading("guard_sampled_ratio", (), guard.sampled)
+        yield Reading("guard_cpu_seconds", (), guard.budget.spent_s)
         for pair in guard.pairs():
             evidence = guard.evidence(*pair)
             yield Reading("guard_paused", pair, bool(guard.paused(*pair)))

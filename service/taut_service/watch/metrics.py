@@ -18,6 +18,7 @@ from taut_service.http.sse import Usage
 from taut_service.watch.families import STATUS_CLASSES, Families
 from taut_service.watch.gauges import Gauges, Source
 from taut_service.watch.scrape import Scrape
+from taut_service.watch.tally import CounterTally, Tallies
 
 UNKNOWN_MODEL = "unknown"
 """Label of requests that name no configured model."""
@@ -54,10 +55,7 @@ class RouteMetrics:
     def __init__(self, families: Families, of_model: ModelMetrics, model: str, route: str) -> None:
         counter, histogram = families.tallies.counter, families.tallies.histogram
         self._model = of_model
-        self._requests = {
-            status: counter(families.requests.labels(model, route, status))
-            for status in STATUS_CLASSES
-        }
+        self._requests = _by_status(families.tallies, families.requests, model, route)
         self._duration = histogram(families.duration.labels(model, route))
         self._first_token = histogram(families.first_token.labels(model, route))
         self._inter_token = histogram(families.inter_token.labels(model, route))
@@ -116,10 +114,7 @@ class VariantMetrics:
 
     def __init__(self, families: Families, model: str, variant: str) -> None:
         counter, histogram = families.tallies.counter, families.tallies.histogram
-        self._requests = {
-            status: counter(families.variant_requests.labels(model, variant, status))
-            for status in STATUS_CLASSES
-        }
+        self._requests = _by_status(families.tallies, families.variant_requests, model, variant)
         self._duration = histogram(families.variant_duration.labels(model, variant))
         self._first_token = histogram(families.variant_first_token.labels(model, variant))
         self._per_token = histogram(families.variant_per_token.labels(model, variant))
@@ -313,6 +308,11 @@ class Metrics:
         """Return the text format, version 0.0.4, written off the event loop."""
         self.families.tallies.bring_in()
         return await self._scrape.text()
+
+
+def _by_status(tallies: Tallies, family: Counter, *labels: str) -> dict[str, CounterTally]:
+    """Children of a family whose last label is the class of a status."""
+    return {status: tallies.counter(family.labels(*labels, status)) for status in STATUS_CLASSES}
 
 
 def _forget(labels: tuple[str, ...], *families: Counter | Histogram) -> None:

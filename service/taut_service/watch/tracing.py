@@ -51,9 +51,7 @@ class Tracing:
             from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
         except ImportError as error:
-            raise SettingsError(
-                f"tracing: needs the package {error.name}; install taut[otel]"
-            ) from error
+            raise _lacks(error) from error
         self._provider = TracerProvider(
             resource=Resource.create(
                 {"service.name": settings.service_name, "service.version": taut_version()}
@@ -138,7 +136,9 @@ def _otlp(settings: TracingSettings) -> SpanExporter:
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError as error:
-        raise SettingsError(
-            f"tracing: needs the package {error.name}; install taut[otel]"
-        ) from error
+        raise _lacks(error) from error
     return OTLPSpanExporter(endpoint=settings.endpoint, timeout=settings.timeout_s)
+
+
+def _lacks(error: ImportError) -> SettingsError:
+    return SettingsError(f"tracing: needs the package {error.name}; install taut[otel]")

@@ -25,6 +25,7 @@ from taut_service.http.framing import (
     Framing,
     Trailers,
 )
+from taut_service.timer import Timer
 from taut_service.worker.upstream_errors import (
     ConnectionLostError,
     ProtocolError,
@@ -66,7 +67,7 @@ class Connection(asyncio.Protocol):
         self._framing = Framing()
         self._trailers = Trailers()
         self._parser = httptools.HttpResponseParser(self)
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer = Timer()
         self._waiter: asyncio.Future[None] | None = None
         self._take: Callable[[bytes], bool] | None = None
         self._busy = False
@@ -105,8 +106,8 @@ class Connection(asyncio.Protocol):
         self._busy = True
         self._sent_at = now = self._loop.time()
         self._deadline = now + self._first_byte_s
-        if self._timer is None:
-            self._timer = self._loop.call_later(self._look_s, self._check_deadline)
+        if self._timer.handle is None:
+            self._timer.start(self._loop, self._look_s, self._check_deadline)
         # One system call for the usual request; no copy of a large one.
         if len(body) <= HIGH_WATER:
             self._transport.write(head + body)
@@ -181,7 +182,7 @@ class Connection(asyncio.Protocol):
 
     def abort(self) -> None:
         """Close now; to a worker in the middle of an answer this says to stop generating."""
-        self._stop_timer()
+        self._timer.stop()
         self._busy = False
         # Its traceback holds frames that hold the request, and they hold this.
         self._error = None
@@ -205,15 +206,9 @@ class Connection(asyncio.Protocol):
             self._error = error
         self._wake()
 
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
     def _check_deadline(self) -> None:
         # One timer a connection, re-armed when it fires early, instead of one an exchange or a
         # chunk. It may be left over from an exchange before: that makes it early, never late.
-        self._timer = None
         now = self._loop.time()
         if not self._busy or self._complete or self._error is not None:
             return
@@ -222,7 +217,7 @@ class Connection(asyncio.Protocol):
         behind = self._paused or bool(self._pieces)
         if now < deadline or behind:
             pause = self._look_s if behind else min(deadline - now, self._look_s)
-            self._timer = self._loop.call_later(pause, self._check_deadline)
+            self._timer.start(self._loop, pause, self._check_deadline)
             return
         self._fail(StallError("no answer" if not self.got_bytes else "silence within the answer"))
 
@@ -292,7 +287,7 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         """End the exchange: well, if the body was to last until close, else as an error."""
         self._transport = None
-        self._stop_timer()
+        self._timer.stop()
         self._on_closed(self)
         if self._busy and not self._complete:
             if self._head_done and self._until_close and error is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import os
 import subprocess
 from pathlib import Path
 
@@ -124,22 +125,22 @@ def tree(path: Path) -> dict[str, bytes]:
 def test_a_full_disk_is_one_line_and_leaves_no_half_file(nth, room, tmp_path, monkeypatch):
     """The n-th write breaks off half way with ENOSPC; once there is room again the run goes on."""
     calls = 0
-    real = Path.write_bytes
+    real = files.fsync_path
 
-    def write_half(self: Path, content: bytes) -> int:
+    def write_half(path: Path) -> None:
         nonlocal calls
-        calls += 1
-        if calls == nth:
-            real(self, content[: len(content) // 2])
+        calls += path.name.endswith(".tmp")
+        if calls == nth and path.name.endswith(".tmp"):
+            os.truncate(path, path.stat().st_size // 2)
             raise OSError(errno.ENOSPC, "No space left on device")
-        return real(self, content)
+        real(path)
 
-    monkeypatch.setattr(Path, "write_bytes", write_half)
+    monkeypatch.setattr(files, "fsync_path", write_half)
     with pytest.raises(OutputError, match=r"^cannot write .*: the disk is full"):
         driver.compress(job(room, tmp_path / "out"))
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.rglob("*.tmp"))
-    monkeypatch.setattr(Path, "write_bytes", real)
+    monkeypatch.setattr(files, "fsync_path", real)
     driver.compress(job(room, tmp_path / "out"))
     driver.compress(job(room, tmp_path / "undisturbed"))
     left, right = tree(tmp_path / "out"), tree(tmp_path / "undisturbed")

@@ -11,7 +11,7 @@ from tiny_models import job_for, recipe_data, write_calibration_text, write_llam
 from transformers import AutoModelForCausalLM
 
 from taut_deploy.compress import driver
-from taut_deploy.compress.formats.activations import Float8PerGroup
+from taut_deploy.compress.formats.activations import Float8Dynamic
 from taut_deploy.compress.formats.registry import weight_format
 from taut_deploy.compress.quantize import gptq
 from taut_deploy.compress.quantize.float8 import Float8Spec
@@ -73,7 +73,7 @@ def test_error_feedback_goes_through_blocks():
 
 def test_inputs_are_rounded_in_groups_of_a_token():
     x = uneven(3, 256).view(1, 3, 256)
-    got = Float8PerGroup(128).round(x)
+    got = Float8Dynamic(128).round(x)
     for token in range(3):
         for start in (0, 128):
             group = x[0, token, start : start + 128]

@@ -11,8 +11,6 @@ from tiny_models import (
     job_for,
     make_recipe,
     recipe_data,
-    write_calibration_text,
-    write_llama,
 )
 from transformers import AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
@@ -27,15 +25,6 @@ from taut_deploy.recipe import KvCache
 from taut_deploy.validate.checkpoint_source import CheckpointSource
 
 MARGIN = 2.0
-
-
-@pytest.fixture(scope="module")
-def room(tmp_path_factory):
-    """``model/`` (fp32, 4 heads on 2) and ``text.txt``."""
-    path = tmp_path_factory.mktemp("room")
-    write_llama(path / "model")
-    write_calibration_text(path / "text.txt")
-    return path
 
 
 def job(room, output, **cache):

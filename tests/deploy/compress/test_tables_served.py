@@ -5,9 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -25,12 +23,6 @@ pytestmark = [
 ]
 
 SCRIPT = Path(__file__).resolve().parents[2] / "kernels" / "plugin" / "serve_tiny_llama.py"
-SERVING = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_CI_ENV": "1",
-    "HF_HUB_OFFLINE": "1",
-    "PYTHONSAFEPATH": "1",
-}
 PROMPTS = [[2, 3, 5, 7, 11, 13], list(range(20, 60)), [41]]
 TABLES = {8: {"bits": 8}, 4: {"bits": 4, "group_size": 32}}
 NEAR_TIE = 0.25  # two steps of a bf16 logit between 16 and 32, which none here is above
@@ -49,15 +41,12 @@ def room(tmp_path_factory):
     return path
 
 
-def serve(directory: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), str(directory), json.dumps(PROMPTS)],
-        env={**os.environ, **SERVING, **environment},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+@pytest.fixture
+def serve(run_with_vllm):
+    def serve(directory: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+        return run_with_vllm(str(SCRIPT), str(directory), json.dumps(PROMPTS), env=environment)
+
+    return serve
 
 
 def require_greedy(model, answer: dict[str, list]) -> None:
@@ -78,7 +67,7 @@ def require_greedy(model, answer: dict[str, list]) -> None:
 
 
 @pytest.mark.parametrize(("kind", "bits"), [*itertools.product(("tied", "untied"), (8, 4))])
-def test_vllm_answers_as_transformers_does(kind, bits, room, tmp_path):
+def test_vllm_answers_as_transformers_does(kind, bits, room, serve, tmp_path):
     tables = {"embeddings": TABLES[bits], "head": TABLES[bits]}
     request = job_for(room / kind, {**recipe_data(room / "text.txt"), **tables}, tmp_path / "out")
     driver.compress(request)

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from stood_for import logits_of
 from tiny_families import write_family
-from tiny_models import job_for, make_recipe, recipe_data, write_calibration_text, write_llama
+from tiny_models import job_for, make_recipe, recipe_data
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import taut_deploy.hf  # noqa: F401  registers the method
@@ -35,14 +35,6 @@ STAGES = {
 FIRST = "model-00001-of-00003.safetensors"
 Q = "model.layers.0.self_attn.q_proj"  # [64, 64]
 K = "model.layers.0.self_attn.k_proj"  # [32, 64]
-
-
-@pytest.fixture(scope="module")
-def room(tmp_path_factory):
-    path = tmp_path_factory.mktemp("room")
-    write_llama(path / "model")
-    write_calibration_text(path / "text.txt")
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -5,21 +5,16 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import sys
 from importlib import resources
-from pathlib import Path
 
 import pytest
+from browser import needs_chromium, tab
 from jsonschema import Draft202012Validator
 from validate_setup import FakeServer, add_noise, job_for, write_model, write_text
 
 from taut_deploy.validate import run_validation
 from taut_deploy.validate.latency.plan import LatencyPlan
 from taut_deploy.validate.page.render import render_page
-
-sys.path.insert(0, str(Path(__file__).parent))
-import chromium
 
 POLICY = """
 name: p
@@ -28,7 +23,6 @@ tasks: {any: {recovery: {min: 0.2}}}
 latency: {itl_p50_ratio_at_most: 1.5, required: false}
 """
 NASTY = "<script>alert(1)</script> & $x$"
-NEED = pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium on this machine")
 
 
 @pytest.fixture(scope="module")
@@ -91,41 +85,40 @@ def test_text_of_models_is_shown_and_not_run(reports):
     assert text.count("&lt;script&gt;alert(1)&lt;/script&gt; &amp; $x$") == 2
 
 
-@NEED
+@needs_chromium
 @pytest.mark.parametrize("kind", ["local", "served"])
-def test_the_page_draws_in_a_browser_from_disk(reports, kind, tmp_path):
+async def test_the_page_draws_in_a_browser_from_disk(reports, kind, tmp_path):
     result = reports[kind]
     url = result.report_page.resolve().as_uri()
     backgrounds = set()
-    with chromium.page(tmp_path / "profile") as page:
+    async with tab(tmp_path / "profile") as page:
         for scheme in ("light", "dark"):
             media = [{"name": "prefers-color-scheme", "value": scheme}]
-            page.call("Emulation.setEmulatedMedia", features=media)
+            await page.call("Emulation.setEmulatedMedia", features=media)
             for width in (390, 1280):
-                page.call(
+                await page.call(
                     "Emulation.setDeviceMetricsOverride",
                     width=width,
                     height=800,
                     deviceScaleFactor=1,
                     mobile=width < 600,
                 )
-                page.open(url)
-                assert page.value("document.documentElement.scrollWidth") <= width
-                assert page.value("innerWidth") == width
-                charts = page.value(
+                await page.open(url)
+                assert await page.value("document.documentElement.scrollWidth") <= width
+                assert await page.value("innerWidth") == width
+                charts = await page.value(
                     "[...document.querySelectorAll('svg')].map(s => s.getBoundingClientRect())"
                     ".map(r => r.width > 100 && r.height > 50)"
                 )
                 assert len(charts) >= 4
                 assert all(charts)
-            backgrounds.add(page.value("getComputedStyle(document.body).backgroundColor"))
+            backgrounds.add(await page.value("getComputedStyle(document.body).backgroundColor"))
             bar = "getComputedStyle(document.querySelector('#histogram svg path[clip-path]')).fill"
-            backgrounds.add(page.value(bar))
+            backgrounds.add(await page.value(bar))
         assert len(backgrounds) == 4, "paper and bars change with the scheme"
-        assert page.value("document.querySelector('h1 span').textContent") == result.verdict.value
-        marked = page.value("document.querySelectorAll('.worst mark').length")
+        verdict = await page.value("document.querySelector('h1 span').textContent")
+        assert verdict == result.verdict.value
+        marked = await page.value("document.querySelectorAll('.worst mark').length")
         assert marked == len(result.report["worst_positions"])
-        asked = {event["request"]["url"] for event in page.named("Network.requestWillBeSent")}
-        assert asked == {url}
-        assert page.named("Runtime.exceptionThrown", "Runtime.consoleAPICalled") == []
-        assert page.named("Log.entryAdded") == []
+        assert page.requested() == {url}
+        assert page.complaints() == []

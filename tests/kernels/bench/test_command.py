@@ -84,38 +84,35 @@ def test_a_wrong_row_behind_the_first_ones_is_found_by_its_own_gold() -> None:
 
 
 def test_table_takes_the_least_sum_over_the_tokens_measured() -> None:
-    one, two = (DecodeTile(1, 1, k, 1, 4, 4, 1, False) for k in (2, 4))
+    one, two = (DecodeTile(1, k, 1, 4, 4, 1, False) for k in (2, 4))
     results = [
         tune_w4a16_decode.Result("o", 64, 128, M, us, tile)
         for tile, times in ((one, (1.0, 9.0)), (two, (2.0, 3.0)))
         for M, us in zip((1, 8), times, strict=True)
     ]
-    results.append(tune_w4a16_decode.Result("o", 64, 128, 16, 7.0, one))
     rows = tune_w4a16_decode._table_rows(results)
     assert [(row["max_m"], row["tile"]["k_warps"], row["us"]) for row in rows] == [
-        (8, 4, [2.0, 3.0]),
-        (16, 2, [7.0]),
+        (8, 4, [2.0, 3.0])
     ]
 
 
 def test_candidates_fit_the_shape() -> None:
     for name, (N, K) in tune_w4a16_decode.SHAPES.items():
-        for token_tiles in (1, 2):
-            found = list(tune_w4a16_decode.candidates(N, K, token_tiles))
-            assert found, name
-            assert len(set(found)) == len(found)
-            for tile in found:
-                steps = -(-K // (512 * tile.k_warps * tile.split_k))
-                assert steps * 512 * tile.k_warps * tile.split_k <= 1.1 * K
+        found = list(tune_w4a16_decode.candidates(N, K))
+        assert found, name
+        assert len(set(found)) == len(found)
+        for tile in found:
+            steps = -(-K // (512 * tile.k_warps * tile.split_k))
+            assert steps * 512 * tile.k_warps * tile.split_k <= 1.1 * K
 
 
 def test_wgmma_table_takes_the_fastest_choice_and_candidates_fit() -> None:
     for N, K in tune_w4a16_decode.SHAPES.values():
         for M in tune_w4a16_wgmma.TOKENS:
-            found = list(tune_w4a16_wgmma.candidates(N, K, M))
+            found = tune_w4a16_wgmma.all_candidates(N, K, M, tune_w4a16_wgmma.REGIMES)
             assert found
             assert len(set(found)) == len(found)
-    tile = next(tune_w4a16_wgmma.candidates(4096, 4096, 64))
+    tile = tune_w4a16_wgmma.all_candidates(4096, 4096, 1024, ("tma",))[0]
     results = [
         tune_w4a16_wgmma.Result("o", 4096, 4096, M, us, choice)
         for M, choice, us in (
@@ -133,7 +130,7 @@ def test_wgmma_table_takes_the_fastest_choice_and_candidates_fit() -> None:
 
 
 def test_wgmma_table_has_the_fastest_of_each_number_of_tokens() -> None:
-    tile = next(tune_w4a16_wgmma.candidates(4096, 4096, 64))
+    tile = tune_w4a16_wgmma.all_candidates(4096, 4096, 1024, ("tma",))[0]
     timed: list[tuple[int, tune_w4a16_wgmma.Choice, float]] = [
         (384, tile, 20.0),
         (384, "dense", 30.0),

@@ -70,7 +70,7 @@ def test_this_machines_verdicts_come_before_what_is_shipped(
 def test_this_machines_tiles_are_added_to_those_of_its_twin(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    known = decode_tile.lookup(H100, 8192, 8192, 1, hopper=True)
+    known = decode_tile.lookup(H100, 8192, 8192, hopper=True)
     tile = decode_tile.ranked(3072, 3072)[1]
     fields = {name: getattr(tile, name) for name in tile.__slots__}
     row = {"N": 3072, "K": 3072, "max_m": 8, "tile": fields, "us": [3.0]}
@@ -78,8 +78,8 @@ def test_this_machines_tiles_are_added_to_those_of_its_twin(
     for cached in (decode_tile.tables, decode_tile.lookup, lookup.tables, lookup.lookup):
         cached.cache_clear()
     _given(monkeypatch, tmp_path / "v.json", w4a16_decode=[row], w4a16_wgmma=[dense])
-    assert decode_tile.lookup(H100, 3072, 3072, 1, hopper=True) == tile
-    assert decode_tile.lookup(H100, 8192, 8192, 1, hopper=True) == known
+    assert decode_tile.lookup(H100, 3072, 3072, hopper=True) == tile
+    assert decode_tile.lookup(H100, 8192, 8192, hopper=True) == known
     bucket = lookup.bucket_of(64)
     assert lookup.lookup(H100, 3072, 3072, bucket, hopper=True) == "dense"
     assert lookup.lookup(H200, 3072, 3072, bucket, hopper=True) != "dense"
@@ -98,7 +98,7 @@ def test_verdicts_are_part_of_what_compiled_graphs_are_known_by(tmp_path: Path) 
 
 
 GOOD = {
-    "format": 2,
+    "format": measured_here.FORMAT,
     "gpu": H100,
     "driver": "580.1",
     "versions": {},
@@ -111,9 +111,9 @@ GOOD = {
     ("text", "said"),
     [
         ("{", "not JSON"),
-        ("[]", "no verdicts of format 2"),
-        (json.dumps(GOOD | {"format": 1}), "no verdicts of format 2"),
-        (json.dumps(GOOD | {"more": 1}), "no verdicts of format 2"),
+        ("[]", "no verdicts of format 3"),
+        (json.dumps(GOOD | {"format": 1}), "no verdicts of format 3"),
+        (json.dumps(GOOD | {"more": 1}), "no verdicts of format 3"),
         (json.dumps(GOOD | {"gpu": 3}), "a field is of the wrong type"),
         (json.dumps(GOOD | {"tables": []}), "a field is of the wrong type"),
         (json.dumps(GOOD | {"tables": {"w4a16_measured": 3}}), "a table is no list"),

@@ -46,7 +46,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 LOOKUPS: dict[str, Callable[[str | None], Any]] = {
     "attention": lambda gpu: tiles_attention.decode(gpu, 128, 2, "large"),
     "conv2d": lambda gpu: conv2d_tiles.lookup(gpu, 32, (128, 128, 3, 3, 28, 28)),
-    "decode": lambda gpu: tiles_decode.lookup(gpu, 8192, 8192, 1, hopper=True),
+    "decode": lambda gpu: tiles_decode.lookup(gpu, 8192, 8192, hopper=True),
     "fused": lambda gpu: tiles_fused.lookup(gpu, "rms_norm", 4096, 4096, True),
     "gemm": lambda gpu: gemm_tiles.lookup(gpu, 512, 6144, 4096),
     "loss": lambda gpu: tiles_loss.lookup(gpu, "cross_entropy", 256000),
@@ -129,8 +129,8 @@ SAMPLES: dict[str, tuple[Callable[[], Any], Any]] = {
         RingTile(2, 4, 2, 8, 4, 128),
     ),
     "w4a16 decode": (
-        lambda: tiles_decode.lookup(H200, 28672, 4096, 1, hopper=True),
-        DecodeTile(1, 4, 1, 1, 8, 8, 8, False),
+        lambda: tiles_decode.lookup(H200, 28672, 4096, hopper=True),
+        DecodeTile(4, 1, 1, 8, 8, 8, False),
     ),
     "fp8 pairs of its own card": (
         lambda: tiles_scaled_mm.lookup("fp8_gemm", H100, 28672, 4096, 17).tile,

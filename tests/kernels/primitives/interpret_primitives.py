@@ -23,10 +23,9 @@ GEMM = [
     ("v2", GemmTile(32, 16, 32, 4, 1, group_m=2)),
     ("v3", GemmTile(32, 32, 16, 4, 2, group_m=2, parts=2, persistent=True, flatten=True)),
     ("v4", GemmTile(32, 32, 32, 4, 2)),
-    ("v4", GemmTile(32, 32, 16, 4, 2, group_m=3, parts=2, persistent=True, store_tma=False)),
+    ("v4", GemmTile(32, 32, 16, 4, 2, group_m=3, parts=2, persistent=True)),
     ("v4", GemmTile(32, 32, 16, 4, 2, split_k=3)),
     ("v4", GemmTile(32, 32, 16, 4, 2, split_k=2, persistent=True)),
-    ("v4", GemmTile(128, 32, 32, 4, 2, group_m=2, persistent=True, specialize=True)),
 ]
 # M, N, K: one element; one row; one tile; off every tile; rows that are no multiple of 16 bytes
 PRODUCTS = [(1, 1, 1), (1, 8, 16), (32, 32, 32), (70, 72, 56), (33, 31, 17)]

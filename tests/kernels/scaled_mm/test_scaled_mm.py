@@ -360,7 +360,7 @@ FORMS = [
     ScaledMmTile("hopper", 128, 128, 128, 4, 6, group_m=2),
 ]
 BLOCK_FORMS = [
-    ScaledMmTile("ring", 16, 64, 128, 4, 6, split_k=4, early=True, prefetch=4),
+    ScaledMmTile("ring", 16, 64, 128, 4, 6, split_k=4),
     ScaledMmTile("ring", 64, 64, 128, 4, 4),
     ScaledMmTile("ring", 128, 128, 128, 8, 3),
 ]

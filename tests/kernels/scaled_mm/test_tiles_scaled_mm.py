@@ -179,6 +179,10 @@ def test_no_bucket_of_h200_ends_within_a_tile_of_tokens() -> None:
             [_row(op="fp8_block", tile=TILE | {"block_k": 64})],
             "needs kernel ring or blocks, block_k 128",
         ),
+        (
+            [_row(op="fp8_block", tile=TILE | {"block_k": 128, "early": True})],
+            "fp8_block has no early start of kernel ring",
+        ),
         ([_row(tile=TILE | {"block_m": 24})], "block_m must be a power of two"),
         ([_row(tile=TILE | {"num_warps": 2})], "num_warps must be 4, 8 or 16"),
         ([_row(tile=TILE | {"kernel": "ptx"})], "kernel must be one of"),

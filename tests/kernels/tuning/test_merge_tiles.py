@@ -133,7 +133,7 @@ def test_a_merged_format_is_what_a_layer_of_it_takes(monkeypatch: pytest.MonkeyP
     text = merge_tiles.merged(_card(name, *before, gpu=gpu), name, [new])
     table = tiles_decode.parse(merge_tiles.alone(text, name, "t.json"), "t.json")
     monkeypatch.setattr(tiles_decode, "tables", lambda: {table.gpu: table})
-    shape = (row["N"], row["K"], row["max_m"] // 8)
+    shape = (row["N"], row["K"])
     ask = tiles_decode.lookup.__wrapped__
     found = {kind: ask(table.gpu, *shape, kind, hopper=True) for kind in WeightFormat}
     assert found[WeightFormat.G32_ZP] == found[WeightFormat.G32] == DecodeTile(**tile)

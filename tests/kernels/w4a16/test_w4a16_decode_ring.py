@@ -211,9 +211,9 @@ def test_candidates_fit_the_card() -> None:
                 ring = tile.stages * tile.stage_bytes(token_tiles(M), 128, has_zeros=False)
                 assert 2 * ring < SHARED_BYTES
                 assert 2 * 32 * tile.num_warps * tile.registers <= 65536
-    both = tune_w4a16_wgmma.all_candidates(28672, 4096, 32, ("ring", "wgmma"))
+    both = tune_w4a16_wgmma.all_candidates(28672, 4096, 32, ("ring", "tma"))
     assert len(both) == len(set(both))
-    assert {type(tile).__name__ for tile in both} == {"RingTile", "WgmmaTile"}
+    assert {type(tile).__name__ for tile in both} == {"RingTile", "WgmmaRingTile"}
 
 
 @pytest.mark.gpu

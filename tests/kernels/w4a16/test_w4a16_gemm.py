@@ -187,11 +187,11 @@ def test_gpu_every_regime(
 RING = WgmmaRingTile(64, 2, 1, 2, 1, 5, parts=2, running=2)
 FED = WgmmaRingTile(64, 2, 1, 2, 1, 4, parts=2, running=2, tma=True)
 REGIMES: dict[str, tuple[Any, int]] = {
-    "decode": (DecodeTile(1, 1, 1, 1, 4, 4, 1, False), 5),
-    "decode, split": (DecodeTile(1, 2, 2, 3, 4, 4, 2, True), 8),
+    "decode": (DecodeTile(1, 1, 1, 4, 4, 1, False), 5),
+    "decode, split": (DecodeTile(2, 2, 3, 4, 4, 2, True), 8),
     "decode ring": (RingTile(2, 8, 2, 1, 4), 16),
     "decode ring, split": (RingTile(2, 4, 2, 2, 4), 24),
-    "wgmma": (WgmmaTile(64, 2, 4, 2, 3, 3, reordered=False, early_wait=True), 64),
+    "wgmma": (WgmmaTile(64, 4, 2, 3, reordered=False, early_wait=True), 64),
     "wgmma ring": (RING, 50),
     "wgmma ring, split": (WgmmaRingTile(64, 2, 1, 2, 3, 4, parts=2, running=2), 70),
     "wgmma by TMA": (FED, 50),

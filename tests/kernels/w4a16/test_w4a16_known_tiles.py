@@ -39,12 +39,11 @@ def test_products_have_some_tiles_that_fit_them(M: int) -> None:
                 assert meetings <= N // 16 and M <= 1024
 
 
-@pytest.mark.parametrize("token_tiles", [1, 2])
-def test_decode_has_some_tiles_that_fit_every_shape(token_tiles: int) -> None:
+def test_decode_has_some_tiles_that_fit_every_shape() -> None:
     for N, K in SIZES:
-        tiles = known.decode_tiles(N, K, token_tiles)
+        tiles = known.decode_tiles(N, K)
         assert 2 <= len(tiles) <= 120, (N, K)
-        rule = tiles_decode.rule(N, K, token_tiles, hopper=True)
+        rule = tiles_decode.rule(N, K, hopper=True)
         assert rule in tiles
         units = -(-K // tiles_decode.UNIT)
         for tile in tiles:
@@ -59,13 +58,13 @@ def test_idle_share_is_what_the_longest_part_has_too_much() -> None:
 
 def test_a_measured_shapes_own_winner_is_among_them() -> None:
     card = "NVIDIA H200"
-    for (N, K, tokens, weights), tile in tiles_decode.tables()[card].choices.items():
+    for (N, K, weights), tile in tiles_decode.tables()[card].choices.items():
         if weights is not DEFAULT:
             assert tile in known.lean_decode_tiles(N, K)
             continue
         even = -(-K // tiles_decode.UNIT) % (tile.k_warps * tile.split_k) == 0
-        if even and (tokens == 2 or tile.registers in (0, 96, 128)):
-            assert tile in known.decode_tiles(N, K, tokens)
+        if even and tile.registers in (0, 96, 128):
+            assert tile in known.decode_tiles(N, K)
     for (N, K, bucket, _), choice in tiles_wgmma.tables()[card].choices.items():
         if isinstance(choice, RingTile | WgmmaRingTile) and bucket < len(tiles_wgmma.BUCKETS):
             assert choice in known.product_tiles(N, K, tiles_wgmma.BUCKETS[bucket])

@@ -36,13 +36,11 @@ from taut_kernels.launch.recorder import variants_of
 
 DTYPES = (torch.float16, torch.bfloat16)
 TILES = {
-    "plain": WgmmaTile(32, 1, 4, 1, 1, 3, reordered=False, early_wait=False),
-    "early": WgmmaTile(64, 1, 8, 2, 1, 3, reordered=True, early_wait=True),
-    "reps": WgmmaTile(128, 2, 4, 1, 1, 4, reordered=True, early_wait=True),
-    "split": WgmmaTile(64, 2, 4, 2, 3, 3, reordered=False, early_wait=True),
-    "ahead": WgmmaTile(32, 2, 4, 2, 2, 3, reordered=False, early_wait=False, ahead=2),
-    "one_ahead": WgmmaTile(16, 1, 8, 1, 1, 3, reordered=False, early_wait=True, ahead=1),
-    "wide": WgmmaTile(256, 1, 8, 1, 2, 3, reordered=True, early_wait=True),
+    "plain": WgmmaTile(32, 4, 1, 1, reordered=False, early_wait=False),
+    "early": WgmmaTile(64, 8, 2, 1, reordered=True, early_wait=True),
+    "split": WgmmaTile(64, 4, 2, 3, reordered=False, early_wait=True),
+    "narrow": WgmmaTile(16, 8, 1, 1, reordered=False, early_wait=True),
+    "wide": WgmmaTile(256, 8, 1, 2, reordered=True, early_wait=True),
 }
 
 
@@ -57,11 +55,9 @@ def make_case(
 def row(**change: Any) -> dict[str, Any]:
     tile = {
         "block_m": 64,
-        "row_reps": 1,
         "num_warps": 4,
         "chunks_per_step": 2,
         "split_k": 4,
-        "num_stages": 3,
         "reordered": True,
         "early_wait": False,
     }
@@ -83,7 +79,7 @@ def test_table_maps_shapes_and_buckets_to_tiles_or_the_dense_product() -> None:
     )
     assert parsed.gpu == "card"
     assert parsed.choices[64, 128, BUCKETS.index(64), DEFAULT] == WgmmaTile(
-        64, 1, 4, 2, 4, 3, reordered=True, early_wait=False
+        64, 4, 2, 4, reordered=True, early_wait=False
     )
     assert parsed.choices[64, 128, len(BUCKETS), DEFAULT] == "dense"
     assert parsed.choices[64, 128, 0, DEFAULT] == "decode"
@@ -184,7 +180,7 @@ class Recorder:
     [
         ("plain", 80, 576, 33, (2, 1, 2)),
         ("early", 80, 640, 64, (1, 1, 1)),
-        ("split", 272, 576, 17, (3, 3, 1)),
+        ("split", 272, 576, 17, (5, 3, 1)),
         ("wide", 1024, 512, 257, (8, 2, 2)),
     ],
 )
@@ -306,7 +302,7 @@ def test_conversion_takes_a_chunks_group_out_of_its_quad(
         assert torch.equal(converted(case, chunk), weight[:, 64 * chunk : 64 * chunk + 64])
 
 
-@pytest.mark.parametrize("tile", ["plain", "reps"])
+@pytest.mark.parametrize("tile", ["plain", "wide"])
 def test_the_conversion_is_given_neighbours(tile: str) -> None:
     """Its text takes four neighbouring words a call, whatever layout Triton finds for them."""
     call = w4a16_forms.product_call(TILES[tile], 1024, w4a16_forms.LARGEST)

@@ -34,9 +34,9 @@ TILES = {
     "wide": WgmmaRingTile(64, 2, 2, 2, 1, 6, parts=4, running=3),
     "split": WgmmaRingTile(32, 2, 1, 4, 2, 4, parts=4, running=1),
     "three": WgmmaRingTile(16, 1, 4, 2, 3, 3),
-    "many": WgmmaRingTile(256, 1, 2, 1, 1, 6, parts=2, running=1),
-    "short": WgmmaRingTile(128, 1, 2, 1, 1, 5, parts=4, running=3),
-    "short_split": WgmmaRingTile(128, 1, 2, 1, 3, 5, parts=2, running=1),
+    "many": WgmmaRingTile(256, 1, 2, 2, 1, 3, parts=2, running=1),
+    "short": WgmmaRingTile(128, 1, 2, 2, 1, 5, parts=4, running=3),
+    "short_split": WgmmaRingTile(128, 1, 2, 2, 3, 5, parts=2, running=1),
 }
 
 
@@ -65,13 +65,16 @@ def fields(**change: Any) -> dict[str, Any]:
         ({"block_m": 48}, "block_m must be one of"),
         ({"group_tiles": 3}, r"group_tiles must be one of \(1, 2\), got 3"),
         ({"warp_groups": 3}, r"warp_groups must be one of \(1, 2, 4\), got 3"),
-        ({"chunks_per_step": 3}, r"chunks_per_step must be one of \(1, 2, 4\), got 3"),
+        ({"chunks_per_step": 1}, r"chunks_per_step must be one of \(2, 4\), got 1"),
         ({"split_k": 17}, "split_k must be one of"),
         ({"stages": 2}, "stages must be one of"),
         ({"parts": 3}, r"parts must be one of \(1, 2, 4\), got 3"),
         ({"running": 4}, r"running must be one of \(1, 2, 3\), got 4"),
         ({"running": 2}, "running must be below parts × chunks_per_step, got 2"),
-        ({"chunks_per_step": 1}, "running must be below parts × chunks_per_step, got 1"),
+        (
+            {"chunks_per_step": 1, "tma": True},
+            "running must be below parts × chunks_per_step, got 1",
+        ),
         ({"registers": 300}, "registers must be 0 or lie in 32..255, got 300"),
     ],
 )
@@ -185,7 +188,7 @@ def test_candidates_fit_the_card() -> None:
                 assert 32 * tile.num_warps * tile.registers <= 65536
                 assert tile.split_k == 1 or -(-N // tile.rows) * -(-M // tile.block_m) <= N // 16
     kinds = tune_w4a16_wgmma.all_candidates(28672, 4096, 64, tune_w4a16_wgmma.REGIMES)
-    assert {type(t).__name__ for t in kinds} == {"RingTile", "WgmmaTile", "WgmmaRingTile"}
+    assert {type(t).__name__ for t in kinds} == {"RingTile", "WgmmaRingTile"}
 
 
 @pytest.mark.gpu(capability=(9, 0))

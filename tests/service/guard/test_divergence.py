@@ -14,8 +14,13 @@ from taut_service.guard.divergence import (
     UnreadableError,
     coarse_kl,
     diverge,
+    expected,
     read_distributions,
 )
+
+
+def kl(p: dict[int, float], q: dict[int, float]) -> float:
+    return coarse_kl(expected([p])[0], q)
 
 
 def top(probabilities: Any, k: int, own: int = 0) -> dict[int, float]:
@@ -30,23 +35,40 @@ def test_kl_of_the_top_and_a_bucket_never_exceeds_the_whole_and_comes_near() -> 
         moved = logits + rng.normal(size=50) * 0.3
         p, q = (np.exp(x) / np.exp(x).sum() for x in (logits, moved))
         whole = float((p * np.log(p / q)).sum())
-        assert 0 <= coarse_kl(top(p, 5), top(q, 5)) <= whole + 1e-9
-        assert coarse_kl(top(p, 50), top(q, 50)) == pytest.approx(whole, abs=1e-5)
+        assert 0 <= kl(top(p, 5), top(q, 5)) <= whole + 1e-9
+        assert kl(top(p, 50), top(q, 50)) == pytest.approx(whole, abs=1e-5)
 
 
 def test_a_reading_by_hand() -> None:
     sure, unsure = {1: math.log(0.9), 2: math.log(0.05)}, {1: math.log(0.4), 2: math.log(0.5)}
-    kl = 0.9 * math.log(0.9 / 0.4) + 0.05 * math.log(0.05 / 0.5) + 0.05 * math.log(0.05 / 0.1)
-    assert coarse_kl(sure, unsure) == pytest.approx(kl)
-    reading = diverge([sure, sure, sure, unsure], [sure, unsure, unsure, unsure], kl_bound=2.0)
-    assert reading == Divergence(pytest.approx(2 * kl / 4 / 2.0), 0.5, 1, 4)
-    assert diverge([sure], [unsure], kl_bound=0.1).kl == 1.0
-    assert diverge([sure], [sure], kl_bound=0.1) == (0.0, 0.0, None, 1)
+    nats = 0.9 * math.log(0.9 / 0.4) + 0.05 * math.log(0.05 / 0.5) + 0.05 * math.log(0.05 / 0.1)
+    assert kl(sure, unsure) == pytest.approx(nats)
+    reference = expected([sure, sure, sure, unsure])
+    reading = diverge(reference, [sure, unsure, unsure, unsure], kl_bound=2.0)
+    assert reading == Divergence(pytest.approx(2 * nats / 4 / 2.0), 0.5, 1, 4)
+    assert diverge(expected([sure]), [unsure], kl_bound=0.1).kl == 1.0
+    assert diverge(expected([sure]), [sure], kl_bound=0.1) == (0.0, 0.0, None, 1)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "differs"),
+    [
+        ({3: -1.0, 7: -1.0}, {7: -1.0, 3: -1.0, 9: -2.0}, False),
+        ({3: -1.0, 7: -1.0}, {7: -1.0, 3: -1.1}, True),
+        ({7: -1.0, 3: -1.1}, {3: -1.0, 7: -1.0}, True),
+        ({7: -1.0, 3: -1.1}, {9: -1.0, 7: -1.0}, False),
+        ({7: -1.0}, {9: -1.0}, True),
+    ],
+)
+def test_of_equally_probable_tokens_the_smaller_one_counts_at_both(
+    ours: dict[int, float], theirs: dict[int, float], differs: bool
+) -> None:
+    assert diverge(expected([ours]), [theirs], 1.0).disagreement == float(differs)
 
 
 def test_tokens_in_common_with_nobody() -> None:
-    assert coarse_kl({1: 0.0}, {2: 0.0}) == 0.0  # the bucket is all there is: no evidence made up
-    assert diverge([{1: 0.0}], [{2: 0.0}], 1.0).disagreement == 1.0
+    assert kl({1: 0.0}, {2: 0.0}) == 0.0  # the bucket is all there is: no evidence made up
+    assert diverge(expected([{1: 0.0}]), [{2: 0.0}], 1.0).disagreement == 1.0
 
 
 def document(*entries: Any) -> dict[str, Any]:

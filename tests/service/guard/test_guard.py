@@ -25,7 +25,7 @@ from taut_service.http.client_exchange import ClientExchange
 from taut_service.watch.metrics import Metrics
 
 ALARM = math.log(1 / 0.05)
-EVERYTHING = {"sample": 1.0, "max_queued": 500, "timeout_s": 5.0}
+EVERYTHING = {"sample": 1.0, "max_cpu_share": None, "max_queued": 500, "timeout_s": 5.0}
 
 
 def settings_of(
@@ -199,6 +199,23 @@ async def test_a_full_queue_drops_and_no_client_waits() -> None:
         # One is being compared, two wait.
         await eventually(lambda: dropped(harness, 5))
         assert await harness.metric("taut_guard_queued_answers") == 2
+
+
+async def test_beyond_its_share_of_cpu_time_the_sample_thins_itself_and_says_so() -> None:
+    async with (
+        ReadingEngine() as base,
+        ReadingEngine() as small,
+        guarded(settings_of(small, base, max_cpu_share=1e-6)) as (harness, guard),
+    ):
+        for number in range(300):
+            body = {"model": "m", "prompt": f"q {number}", "max_tokens": 12}
+            assert (await harness.post(body)).status == 200
+        await eventually(lambda: idle(harness), 20)
+        left_out = await ended(harness, "cpu_budget")
+        assert 100 < left_out < 300
+        await eventually(lambda: guard.evidence("m", "small").answers == 300 - left_out, 20)
+        assert await harness.metric("taut_guard_sampled_ratio") < 0.9
+        assert await harness.metric("taut_guard_cpu_seconds_total") > 0
 
 
 async def dropped(harness: Harness, count: int) -> bool:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from taut_service.guard import reading
-from taut_service.guard.divergence import NotFiniteError, UnreadableError, diverge
+from taut_service.guard.divergence import NotFiniteError, UnreadableError, diverge, expected
 from taut_service.guard.reading import PLACES, distributions_of, diverge_in_turns
 
 TOKENS = [
@@ -82,7 +82,7 @@ async def test_the_loop_has_its_turns_meanwhile() -> None:
     found = await distributions_of(data, 1, 4001)
     assert turns >= 4000 // PLACES
     turns = 0
-    assert (await diverge_in_turns(found, found, 1.0)).tokens == 4000
+    assert [part.tokens for part in await diverge_in_turns(found, [found], 1.0)] == [4000]
     assert turns >= 4000 // PLACES
     task.cancel()
 
@@ -106,13 +106,22 @@ async def test_what_is_no_answer_is_refused(data: bytes, error: type[Exception])
 
 async def test_turns_change_no_figure() -> None:
     rng = np.random.default_rng(1)
-    first, second = ([draw(rng) for _ in range(2 * PLACES + 9)] for _ in range(2))
-    second[:40] = first[:40]
-    whole, turns = diverge(first, second, 0.5), await diverge_in_turns(first, second, 0.5)
-    assert turns.kl == pytest.approx(whole.kl)
-    assert turns.disagreement == pytest.approx(whole.disagreement)
-    assert (turns.first, turns.tokens) == (whole.first, whole.tokens)
-    assert whole.first is not None and whole.first >= 40
+    first, *others = ([draw(rng) for _ in range(2 * PLACES + 9)] for _ in range(3))
+    others[0][:40] = first[:40]
+    turns = await diverge_in_turns(first, others, 0.5)
+    for found, other in zip(turns, others, strict=True):
+        whole = diverge(expected(first), other, 0.5)
+        assert found.kl == pytest.approx(whole.kl)
+        assert found.disagreement == pytest.approx(whole.disagreement)
+        assert (found.first, found.tokens) == (whole.first, whole.tokens)
+    assert turns[0].first is not None and turns[0].first >= 40
+
+
+@pytest.mark.parametrize("prompt", [1, 2, 150])
+async def test_an_answer_with_fewer_entries_than_were_sent_is_refused(prompt: int) -> None:
+    """Those at its end belong to other tokens then."""
+    with pytest.raises(UnreadableError, match="entry for each token"):
+        await distributions_of(document([entry(-1.0)] * 198), prompt, 200)
 
 
 def draw(rng: np.random.Generator) -> dict[int, float]:

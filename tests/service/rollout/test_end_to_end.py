@@ -80,7 +80,13 @@ class Fleet:
         return {
             "models": [model],
             "admin": {"port": self.admin},
-            "guard": {"sample": 1.0, "max_queued": 200, "regenerate": False, **bounds},
+            "guard": {
+                "sample": 1.0,
+                "max_cpu_share": None,
+                "max_queued": 200,
+                "regenerate": False,
+                **bounds,
+            },
             "rollout": {
                 "steps": [0, 10, 50, 100],
                 "min_step_s": 0.5,

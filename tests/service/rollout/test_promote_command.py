@@ -15,6 +15,8 @@ from rollout_settings import ADMIN, KEYS, settings_of
 from taut_deploy import cli
 from taut_service.__main__ import main as gateway_main
 
+BOUNDED = {"guard": {"sample": 1.0, "max_cpu_share": 0.1}}
+
 
 async def run(port: int, *words: str) -> int:
     """Run the command in a thread: the gateway is in this loop."""
@@ -37,7 +39,7 @@ async def test_a_rollout_by_commands(
     key.write_text(ADMIN + "\n")
     folder = tmp_path / "rollout"
     async with ReadingEngine() as base, ReadingEngine() as small:
-        settings = settings_of(base, small, {"directory": str(folder)}, api_keys=KEYS)
+        settings = settings_of(base, small, {"directory": str(folder)}, api_keys=KEYS, **BOUNDED)
         async with administered(settings) as admin:
             assert await run(admin.port, "status") == 2
             assert "--admin-url http://127.0.0.1" in capsys.readouterr().err
@@ -45,6 +47,14 @@ async def test_a_rollout_by_commands(
             assert await run(admin.port, "status") == 0
             out = capsys.readouterr().out
             assert out.startswith("m: no rollout; baseline base\n  small: INCONCLUSIVE: ")
+            guard = admin.harness.app.guard
+            assert guard is not None
+            guard.budget.kept = 0.125
+            assert await run(admin.port, "status") == 0
+            assert capsys.readouterr().out.startswith(
+                "the guard compares 12.50% of the answers, not 100.00%: it may take 10% of the "
+                "gateway's other CPU time (guard.max_cpu_share)\nm: no rollout"
+            )
             assert await run(admin.port, "start", "m", "small") == 0
             assert capsys.readouterr().out == "m: small running at 0 %\n"
             await asyncio.wait_for(status_says(admin.port, "  waits: ", capsys), 30)

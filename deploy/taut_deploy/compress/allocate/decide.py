@@ -1,8 +1,8 @@
-"""A stage with ``allocation: loss``: scored once, the scores kept in the run's workspace."""
+"""A stage with ``allocation: loss``: what its scores decide."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -10,14 +10,13 @@ from taut_deploy.compress.allocate.ranks import RankUnit, rank_unit
 from taut_deploy.compress.allocate.sparsities import SparsityUnit, sparsity_unit
 from taut_deploy.compress.formats.low_rank import low_rank_format
 from taut_deploy.compress.mixed.knapsack import Option, within_bytes
+from taut_deploy.compress.mixed.scored_recipe import ScoredRecipe
 from taut_deploy.compress.mixed.scores import SEQUENCES, Scoring
 from taut_deploy.compress.plan import shapes_of
 from taut_deploy.compress.source.decoder import DecoderBlock
 from taut_deploy.compress.source.stream import StreamedModel
-from taut_deploy.compress.workspace import Workspace
 from taut_deploy.recipe import Factorize, Prune, Recipe, is_allocated, is_matched
 
-_SCORES = "allocation"
 _EXPERTS = ".experts."
 # A Hessian of fewer tokens than inputs is mostly damping, and its spectrum too steep.
 _SPECTRUM_SEQUENCES = 64
@@ -26,7 +25,7 @@ AllocationUnit = RankUnit | SparsityUnit
 
 
 @dataclass(frozen=True)
-class Allocation:
+class Allocation(ScoredRecipe):
     """A recipe one stage of which does not know yet what each layer gets.
 
     Args:
@@ -41,37 +40,23 @@ class Allocation:
     stream: StreamedModel
     units: Sequence[AllocationUnit]
 
-    def decided(
-        self,
-        workspace: Workspace,
-        tokens: Callable[[], torch.Tensor],
-        progress: Callable[[DecoderBlock], None],
-    ) -> tuple[Recipe, dict[str, Any]]:
-        """The recipe whose stage knows, and what the manifest says of the choice.
+    kept_as: ClassVar[str] = "allocation"
 
-        Args:
-            workspace: keeps the scores.
-            tokens: makes those of the calibration, [B, T].
-            progress: told each block before it is scored.
-        """
+    def _scores(
+        self, tokens: torch.Tensor, progress: Callable[[DecoderBlock], None]
+    ) -> list[dict[str, Any]]:
+        ranked = isinstance(self.recipe.stages[self.index], Factorize)
+        scoring = Scoring(
+            self.stream,
+            tokens,
+            self.units,
+            observed=_SPECTRUM_SEQUENCES if ranked else SEQUENCES,
+            with_hessian=ranked,
+        )
+        return [one.losses for one in scoring.run(progress)]
 
-        def score() -> list[dict[str, float]]:
-            ranked = isinstance(self.recipe.stages[self.index], Factorize)
-            scoring = Scoring(
-                self.stream,
-                tokens(),
-                self.units,
-                observed=_SPECTRUM_SEQUENCES if ranked else SEQUENCES,
-                with_hessian=ranked,
-            )
-            return [one.losses for one in scoring.run(progress)]
-
-        scores = workspace.once(_SCORES, score)
-        return self._resolved(allocate(self.units, scores), scores)
-
-    def _resolved(
-        self, chosen: Sequence[Option], scores: Sequence[Mapping[str, float]]
-    ) -> tuple[Recipe, dict[str, Any]]:
+    def _resolved(self, scores: list[dict[str, Any]]) -> tuple[Recipe, dict[str, Any]]:
+        chosen = allocate(self.units, scores)
         stage, stages = self.recipe.stages[self.index], list(self.recipe.stages)
         values: dict[str, Any] = {
             name: _value(unit, option)

@@ -8,7 +8,7 @@ token of the calibration instead, so that none is compressed blindly.
 """
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from taut_deploy.compress.calibrate.readers import Readers
+from taut_deploy.compress.replicas import Replica, over_replicas, replicas_of
 from taut_deploy.compress.source.calls import call_block
 from taut_deploy.compress.source.experts import LinearExperts
 from taut_deploy.compress.source.linears import linear_layers
-from taut_deploy.compress.threads import over_batches
 
 _SAMPLE_ROWS = 512
 # Routed tokens below which an expert is shown all: a Hessian of fewer is mostly damping.
@@ -52,27 +52,42 @@ class InputGroup:
     read_elsewhere: bool = False
     routed: int | None = None
     _rows: list[torch.Tensor] = field(default_factory=list)
+    # What further devices have summed up, by their number.
+    _sums: dict[int, torch.Tensor] = field(default_factory=dict)
 
-    def add(self, x: torch.Tensor, rows_per_call: int) -> None:
-        """Account for one call's input [..., K]."""
+    def add(self, x: torch.Tensor, rows_per_call: int, device: int = 0) -> None:
+        """Account for one call's input [..., K], seen on the device of that number."""
         rows = x.reshape(-1, x.shape[-1]).float()
         if self.hessian is not None:
-            self.hessian.addmm_(rows.T, rows)
-        self.absmax = torch.maximum(self.absmax, rows.abs().amax(0))
-        self._rows.append(rows[:: max(1, rows.shape[0] // rows_per_call)][:rows_per_call].clone())
+            self._sum_of(device, self.hessian, rows).addmm_(rows.T, rows)
+        low, high = rows.aminmax(dim=0)  # without a copy of all
+        largest = torch.maximum(-low, high).to(self.absmax.device)
+        self.absmax = torch.maximum(self.absmax, largest)
+        sample = rows[:: max(1, rows.shape[0] // rows_per_call)][:rows_per_call].clone()
+        self._rows.append(sample.to(self.absmax.device))
         self.tokens += rows.shape[0]
+
+    def _sum_of(self, device: int, first: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        if device == 0:
+            return first
+        if device not in self._sums:
+            self._sums[device] = torch.zeros_like(first, device=rows.device)
+        return self._sums[device]
 
     def start_again(self) -> None:
         """Forget what was seen but for the number of tokens, to be shown every token."""
         self.routed, self.tokens = self.tokens, 0
         self._rows.clear()
+        self._sums.clear()
         self.absmax.zero_()
         if self.hessian is not None:
             self.hessian.zero_()
 
     def finish(self) -> None:
-        """Turn sums into means."""
+        """Turn sums into means; those of several devices are added in the devices' order."""
         if self.hessian is not None:
+            for device in sorted(self._sums):
+                self.hessian += self._sums.pop(device).to(self.hessian.device)
             self.hessian /= self.tokens
         self.sample = torch.cat(self._rows)
         self._rows.clear()
@@ -94,6 +109,7 @@ def observe_block(
     arguments: dict[str, Any],
     batch_size: int,
     with_hessian: bool = True,
+    devices: Sequence[torch.device] = (),
 ) -> list[InputGroup]:
     """Run ``hidden`` through ``block`` and describe every linear input.
 
@@ -104,24 +120,26 @@ def observe_block(
         batch_size: sequences per call.
         with_hessian: also accumulate ``x xᵀ``, the dearest statistic; rounding to nearest needs
             none.
+        devices: that share the batches, the block's own first; none for its own alone.
 
     Returns:
         Input groups in order of first use.
     """
-    with _seeing_all(block, lambda _name: True):
-        groups = _find_groups(block, hidden[:1], arguments)
+    replicas = replicas_of(block, arguments, devices)
+    with _seeing_all(replicas, lambda _name: True):
+        groups = _find_groups(replicas[0].module, replicas[0].moved(hidden[:1]), arguments)
     if with_hessian:
         for group in groups:
             k = group.absmax.shape[0]
-            group.hessian = torch.zeros(k, k, device=hidden.device)
-    every = (block, hidden, arguments, batch_size)
+            group.hessian = torch.zeros(k, k, device=group.absmax.device)
+    every = (replicas, hidden, batch_size)
     _add_inputs(groups, *every)
     starved = [group for group in groups if _expert_of(block, group) and _is_starved(group)]
     if starved:
         names = {_expert_of(block, group) for group in starved}
         for group in starved:
             group.start_again()
-        with _seeing_all(block, names.__contains__):
+        with _seeing_all(replicas, names.__contains__):
             _add_inputs(starved, *every)
     for group in groups:
         group.finish()
@@ -130,9 +148,8 @@ def observe_block(
 
 def _add_inputs(
     groups: Collection[InputGroup],
-    block: nn.Module,
+    replicas: Sequence[Replica],
     hidden: torch.Tensor,
-    arguments: dict[str, Any],
     batch_size: int,
 ) -> None:
     calls = -(-hidden.shape[0] // batch_size)
@@ -140,22 +157,24 @@ def _add_inputs(
     # Each thread's own: batches go side by side, and are accounted for in their order.
     seen = threading.local()
     handles = [
-        block.get_submodule(group.layers[0]).register_forward_pre_hook(
+        replica.module.get_submodule(group.layers[0]).register_forward_pre_hook(
             lambda _module, args, group=group: seen.inputs.append((group, args[0]))
         )
+        for replica in replicas
         for group in groups
     ]
 
-    def inputs_of(batch: torch.Tensor) -> list[tuple[InputGroup, torch.Tensor]]:
+    def inputs_of(
+        replica: Replica, batch: torch.Tensor
+    ) -> tuple[int, list[tuple[InputGroup, torch.Tensor]]]:
         seen.inputs = []
-        call_block(block, batch, arguments)
-        found: list[tuple[InputGroup, torch.Tensor]] = seen.inputs
-        return found
+        replica.call(batch)
+        return replica.number, seen.inputs
 
     try:
-        for inputs in over_batches(inputs_of, hidden, batch_size, block):
+        for device, inputs in over_replicas(inputs_of, hidden, batch_size, replicas):
             for group, x in inputs:
-                group.add(x, rows_per_call)
+                group.add(x, rows_per_call, device)
     finally:
         _remove(handles)
 
@@ -172,16 +191,21 @@ def _expert_of(block: nn.Module, group: InputGroup) -> str | None:
 
 
 @contextmanager
-def _seeing_all(block: nn.Module, picks: Callable[[str], bool]) -> Iterator[None]:
+def _seeing_all(replicas: Iterable[Replica], picks: Callable[[str], bool]) -> Iterator[None]:
     """Show every token to the experts of some names."""
-    found = {name: one for name, one in block.named_modules() if isinstance(one, LinearExperts)}
-    for name, experts in found.items():
+    found = [
+        (name, one)
+        for replica in replicas
+        for name, one in replica.module.named_modules()
+        if isinstance(one, LinearExperts)
+    ]
+    for name, experts in found:
         numbers = range(experts.num_experts)
         experts.seeing_all = frozenset(i for i in numbers if picks(f"{name}.{i}"))
     try:
         yield
     finally:
-        for experts in found.values():
+        for _, experts in found:
             experts.seeing_all = frozenset()
 
 

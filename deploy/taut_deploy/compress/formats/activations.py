@@ -63,29 +63,14 @@ class Int8PerToken(Activations):
 
 
 @dataclass(frozen=True)
-class Float8PerToken(Activations):
-    """FP8 (e4m3), one scale per token taken from that token."""
-
-    def round(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
-        """An input as vLLM rounds it: ``absmax / 448`` is one."""
-        del scale
-        return fake_quantize_tokens_fp8(x)
-
-    @property
-    def arguments(self) -> QuantizationArgs:
-        """``input_activations`` of a config group."""
-        return _eight_bits("float", "token", dynamic=True)
-
-
-@dataclass(frozen=True)
-class Float8PerGroup(Activations):
-    """FP8 (e4m3), one scale per group of a token's channels taken from that group.
+class Float8Dynamic(Activations):
+    """FP8 (e4m3), one scale per token, or per group of its channels, taken from those.
 
     Args:
-        group_size: channels a scale covers, a divisor of K.
+        group_size: channels a scale covers, a divisor of K; None for all of a token.
     """
 
-    group_size: int
+    group_size: int | None = None
 
     def round(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
         """An input as vLLM rounds it: ``absmax / 448`` is one."""
@@ -95,7 +80,8 @@ class Float8PerGroup(Activations):
     @property
     def arguments(self) -> QuantizationArgs:
         """``input_activations`` of a config group."""
-        return _eight_bits("float", "group", dynamic=True, group_size=self.group_size)
+        strategy = "token" if self.group_size is None else "group"
+        return _eight_bits("float", strategy, dynamic=True, group_size=self.group_size)
 
 
 @dataclass(frozen=True)

@@ -112,12 +112,7 @@ class StoredCodebook:
 def codebook_format(
     stage: Palettize, input_sizes: Collection[int], dtype: torch.dtype
 ) -> CodebookFormat:
-    """The format a stage asks for, its group size chosen to divide every layer.
-
-    Args:
-        stage: of the recipe.
-        input_sizes: K of the layers it stores.
-        dtype: of the model's weights, which scales and books have too.
+    """The format a stage asks for, as :func:`.registry.weight_format` chooses it.
 
     Raises:
         RecipeError: no allowed group size divides every K.

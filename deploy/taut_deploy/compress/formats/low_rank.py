@@ -171,12 +171,7 @@ def of_layer(stage: Factorize, found: LowRankFormat, name: str) -> LowRankFormat
 def low_rank_format(
     stage: Factorize, input_sizes: Collection[int], dtype: torch.dtype
 ) -> LowRankFormat:
-    """The format a stage asks for.
-
-    Args:
-        stage: of the recipe.
-        input_sizes: K of the layers it stores.
-        dtype: of the model's weights, which the factors have too.
+    """The format a stage asks for, as :func:`.registry.weight_format` chooses it.
 
     Raises:
         RecipeError: no allowed group size of the residual divides every K.

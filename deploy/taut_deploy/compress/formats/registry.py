@@ -6,9 +6,8 @@ import torch
 
 from taut_deploy.compress.formats.activations import (
     Activations,
+    Float8Dynamic,
     Float8Fixed,
-    Float8PerGroup,
-    Float8PerToken,
     Int8PerToken,
 )
 from taut_deploy.compress.formats.float4 import Float4Format
@@ -40,7 +39,7 @@ def _int8_by_int8(stage: Quantize, group_size: int | None, dtype: torch.dtype) -
 
 def _fp8_by_fp8(stage: Quantize, group_size: int | None, dtype: torch.dtype) -> WeightFormat:
     del group_size
-    return Float8Format(stage.scheme, Float8Spec(dtype), Float8PerToken())
+    return Float8Format(stage.scheme, Float8Spec(dtype), Float8Dynamic())
 
 
 def _fp8_by_fixed_fp8(stage: Quantize, group_size: int | None, dtype: torch.dtype) -> WeightFormat:
@@ -50,7 +49,7 @@ def _fp8_by_fixed_fp8(stage: Quantize, group_size: int | None, dtype: torch.dtyp
 
 def _fp8_blocks(stage: Quantize, group_size: int | None, dtype: torch.dtype) -> WeightFormat:
     del group_size
-    return Float8BlockFormat(stage.scheme, Float8Spec(dtype, BLOCK), Float8PerGroup(BLOCK))
+    return Float8BlockFormat(stage.scheme, Float8Spec(dtype, BLOCK), Float8Dynamic(BLOCK))
 
 
 def _int4_by_int8(stage: Quantize, group_size: int | None, dtype: torch.dtype) -> WeightFormat:
@@ -58,7 +57,7 @@ def _int4_by_int8(stage: Quantize, group_size: int | None, dtype: torch.dtype) -
 
 
 def _int4_by_fp8(stage: Quantize, group_size: int | None, dtype: torch.dtype) -> WeightFormat:
-    return PackedIntegerFormat(stage.scheme, GridSpec(4, group_size, True, dtype), Float8PerToken())
+    return PackedIntegerFormat(stage.scheme, GridSpec(4, group_size, True, dtype), Float8Dynamic())
 
 
 def _nvfp4_alone(stage: Quantize, group_size: int | None, dtype: torch.dtype) -> WeightFormat:
@@ -106,7 +105,7 @@ def weight_format(
     Args:
         stage: of the recipe.
         input_sizes: K of the layers it stores.
-        dtype: of the model's weights, which plain scales have too.
+        dtype: of the model's weights, which plain scales, factors and books have too.
 
     Raises:
         RecipeError: no allowed group size divides every K.

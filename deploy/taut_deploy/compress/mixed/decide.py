@@ -1,27 +1,25 @@
-"""Mixed precision in a run: scored once, the scores kept in its workspace."""
+"""Mixed precision in a run: what its scores decide."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from taut_deploy.compress.mixed.choose import Shapes, choose, resolved, units_of
+from taut_deploy.compress.mixed.scored_recipe import ScoredRecipe
 from taut_deploy.compress.mixed.scores import Scoring, Unit
 from taut_deploy.compress.plan import shapes_of
 from taut_deploy.compress.source.decoder import DecoderBlock
 from taut_deploy.compress.source.stream import StreamedModel
 from taut_deploy.compress.tables import tables_of
-from taut_deploy.compress.workspace import Workspace
 from taut_deploy.recipe import Mixed, Recipe
-
-_SCORES = "scores"
 
 
 @dataclass(frozen=True)
-class Mixing:
-    """A recipe whose ``mixed`` stage is not decided yet.
+class Mixing(ScoredRecipe):
+    """A recipe whose ``mixed`` stage becomes ordinary ones.
 
     Args:
         recipe: with the stage.
@@ -39,28 +37,15 @@ class Mixing:
     units: list[Unit]
     other_bytes: int
 
-    def decided(
-        self,
-        workspace: Workspace,
-        tokens: Callable[[], torch.Tensor],
-        progress: Callable[[DecoderBlock], None],
-    ) -> tuple[Recipe, dict[str, Any]]:
-        """The recipe with ordinary stages, and what the manifest says of the choice.
+    kept_as: ClassVar[str] = "scores"
 
-        Args:
-            workspace: keeps the scores.
-            tokens: makes those of the calibration, [B, T].
-            progress: told each block before it is scored.
+    def _scores(
+        self, tokens: torch.Tensor, progress: Callable[[DecoderBlock], None]
+    ) -> list[dict[str, Any]]:
+        scoring = Scoring(self.stream, tokens, self.units)
+        return [one.as_json() for one in scoring.run(progress)]
 
-        Raises:
-            RecipeError: the target cannot be met.
-        """
-
-        def score() -> list[dict[str, Any]]:
-            scoring = Scoring(self.stream, tokens(), self.units)
-            return [one.as_json() for one in scoring.run(progress)]
-
-        scores = workspace.once(_SCORES, score)
+    def _resolved(self, scores: list[dict[str, Any]]) -> tuple[Recipe, dict[str, Any]]:
         losses = [one["losses"] for one in scores]
         choice = choose(self.stage, self.units, losses, self.shapes, self.other_bytes)
         recipe = resolved(self.recipe, self.stage, self.units, choice)

@@ -54,7 +54,9 @@ def quantize_weight(
         if act_order
         else torch.arange(k, device=weight.device)
     )
-    factor = inverse_cholesky(hessian[order][:, order], dampening_frac)
+    hessian = hessian[order][:, order]  # instead of the other copy, which is as large as a block
+    factor = inverse_cholesky(hessian, dampening_frac)
+    del hessian
     # Input channels are rows from here on, so that one visited channel is contiguous memory.
     kept = None if mask is None else mask.T[order].contiguous()
     visited = _round_with_feedback(
@@ -78,9 +80,12 @@ def inverse_cholesky(hessian: torch.Tensor, dampening_frac: float) -> torch.Tens
         dampened = hessian.clone()
         dampened.diagonal().add_(dampening_frac * mean)
         lower, failed = torch.linalg.cholesky_ex(dampened)
+        del dampened  # no more than two at a time
         if not failed:
+            inverse = torch.cholesky_inverse(lower)
+            del lower
             upper: torch.Tensor
-            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+            upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
             if not failed:
                 return upper
         dampening_frac *= 10

@@ -27,12 +27,7 @@ _ROUNDING_STEPS = 100
 def quantized_format(
     stage: Quantize, input_sizes: Collection[int], dtype: torch.dtype
 ) -> WeightFormat:
-    """The format a stage asks for, if its algorithm can round to it.
-
-    Args:
-        stage: of the recipe.
-        input_sizes: K of the layers it stores.
-        dtype: of the model's weights.
+    """The format of :func:`.registry.weight_format`, if the stage's algorithm can round to it.
 
     Raises:
         RecipeError: no allowed group size divides every K, or the algorithm knows integers only.

@@ -29,6 +29,10 @@ class PerRow:
     tensor: torch.Tensor
     dim: int
 
+    def to(self, device: torch.device) -> "PerRow":
+        """The same on a device."""
+        return PerRow(self.tensor.to(device), self.dim)
+
     def for_rows(self, rows: int) -> torch.Tensor:
         """The tensor as a batch of ``rows`` would have it."""
         shape = (rows if dim == self.dim else 1 for dim in range(self.tensor.ndim))

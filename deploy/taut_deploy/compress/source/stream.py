@@ -120,6 +120,10 @@ class StreamedModel:
                     owner._parameters[leaf] = nn.Parameter(empty, requires_grad=False)
         return_freed_memory()
 
+    def release_outer(self) -> None:
+        """Drop everything outside the blocks, none of which is loaded."""
+        self.release(self.model)
+
     def load_outer(self) -> None:
         """Fill everything outside the blocks; ties are restored by the model itself."""
         for name, place in self._places.items():

@@ -163,7 +163,7 @@ class _Run:
     def _fingerprint(self) -> dict[str, Any]:
         job = self._job
         stored = stored_dtype(self._directory)
-        card = torch.cuda.get_device_name() if job.device == "cuda" else "cpu"
+        card = torch.cuda.get_device_name() if job.device != "cpu" else "cpu"
         return {
             "stages": self._recipe["stages"],
             "libraries": library_versions(),

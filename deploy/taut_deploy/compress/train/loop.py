@@ -105,7 +105,7 @@ class Trainer:
         state |= {f"moment|{name}": value for name, value in moments(self._optimizer).items()}
         state["history"] = torch.tensor(self.history, dtype=torch.float64)
         state["random|cpu"] = torch.get_rng_state()
-        if self._device == "cuda":
+        if self._device != "cpu":
             state["random|cuda"] = torch.cuda.get_rng_state()
         state["step"] = torch.tensor(step)
         self._workspace.save_tensors(STATE, state)
@@ -125,7 +125,7 @@ class Trainer:
         }
         restore_moments(self._optimizer, taken)
         torch.set_rng_state(state["random|cpu"])
-        if self._device == "cuda":
+        if self._device != "cpu":
             torch.cuda.set_rng_state(state["random|cuda"])
         self.history = state["history"].tolist()
         return int(state["step"])

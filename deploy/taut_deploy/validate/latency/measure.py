@@ -141,26 +141,24 @@ def _trusted() -> ssl.SSLContext | bool:
     return ssl.create_default_context(cafile=bundle)
 
 
+@dataclass
 class _Run:
-    def __init__(
-        self,
-        plan: LatencyPlan,
-        endpoints: tuple[Endpoint, Endpoint],
-        text: TokenizedText,
-        seed: int,
-        on_block: Callable[[int, int], None],
-    ) -> None:
-        self._plan, self._endpoints, self._text = plan, endpoints, text
-        self._seed, self._on_block = seed, on_block
-        self._random = np.random.default_rng(seed)
-        self._planned = sum(plan.blocks(level) for level in plan.concurrency)
+    plan: LatencyPlan
+    endpoints: tuple[Endpoint, Endpoint]
+    text: TokenizedText
+    seed: int
+    on_block: Callable[[int, int], None]
+
+    def __post_init__(self) -> None:
+        self._random = np.random.default_rng(self.seed)
+        self._planned = sum(self.plan.blocks(level) for level in self.plan.concurrency)
         self._done = 0
         self._clients: dict[str, httpx.AsyncClient] = {}
 
     async def measure(self) -> Measurement:
         levels = []
         async with self._open_clients():
-            for concurrency in self._plan.concurrency:
+            for concurrency in self.plan.concurrency:
                 await self._warm_up(concurrency)
                 level, gave_up = await self._level(concurrency)
                 levels.append(level)
@@ -178,7 +176,7 @@ class _Run:
                 verify=_trusted(),
                 headers={"Accept-Encoding": "identity", **endpoint.headers},
             )
-            for endpoint in self._endpoints
+            for endpoint in self.endpoints
         )
         async with first, second:
             self._clients = {"baseline": first, "candidate": second}
@@ -186,7 +184,7 @@ class _Run:
 
     async def _warm_up(self, concurrency: int) -> None:
         bodies = self._bodies(concurrency)
-        for endpoint in self._endpoints:
+        for endpoint in self.endpoints:
             block = await self._block(endpoint, bodies, concurrency, went_first=False)
             for answer in block.answers:
                 status = answer.status or 0
@@ -201,10 +199,10 @@ class _Run:
         pairs: list[tuple[Block, Block]] = []
         gave_up = None
         started, busy = time.perf_counter(), time.thread_time()
-        for baseline_first in self._orders(self._plan.blocks(concurrency)):
+        for baseline_first in self._orders(self.plan.blocks(concurrency)):
             pairs.append(await self._pair(concurrency, baseline_first))
             self._done += 1
-            self._on_block(self._done, self._planned)
+            self.on_block(self._done, self._planned)
             gave_up = self._why_give_up(pairs)
             if gave_up is not None:
                 break
@@ -220,15 +218,15 @@ class _Run:
     async def _pair(self, concurrency: int, baseline_first: bool) -> tuple[Block, Block]:
         bodies = self._bodies(concurrency)
         blocks: dict[str, Block] = {}
-        for endpoint in self._endpoints[:: 1 if baseline_first else -1]:
+        for endpoint in self.endpoints[:: 1 if baseline_first else -1]:
             went_first = not blocks
             blocks[endpoint.role] = await self._block(endpoint, bodies, concurrency, went_first)
         return blocks["baseline"], blocks["candidate"]
 
     def _bodies(self, concurrency: int) -> list[dict[str, Any]]:
-        count = self._plan.block_requests(concurrency)
-        prompts = make_prompts(self._text, count, self._plan.prompt_tokens, self._random)
-        length = self._plan.output_tokens
+        count = self.plan.block_requests(concurrency)
+        prompts = make_prompts(self.text, count, self.plan.prompt_tokens, self._random)
+        length = self.plan.output_tokens
         return [
             {
                 "prompt": prompt,
@@ -236,7 +234,7 @@ class _Run:
                 "min_tokens": length,
                 "ignore_eos": True,
                 "temperature": 0.0,
-                "seed": self._seed,
+                "seed": self.seed,
                 "stream": True,
                 "stream_options": {"include_usage": True, "continuous_usage_stats": True},
             }
@@ -253,7 +251,7 @@ class _Run:
         async def visitor() -> None:
             for body in waiting:
                 sent = {"model": endpoint.model, "cache_salt": secrets.token_hex(16), **body}
-                answers.append(await ask(client, url, sent, self._plan.timeout_s))
+                answers.append(await ask(client, url, sent, self.plan.timeout_s))
 
         gc.collect()
         started = time.perf_counter()
@@ -264,7 +262,7 @@ class _Run:
 
     def _why_give_up(self, pairs: list[tuple[Block, Block]]) -> str | None:
         """Stop asking a model that answers nothing: every request may take its whole time-out."""
-        for endpoint in self._endpoints:
+        for endpoint in self.endpoints:
             last = [pair[ROLES.index(endpoint.role)] for pair in pairs[-_GIVE_UP_AFTER:]]
             if len(last) < _GIVE_UP_AFTER or any(block.whole for block in last):
                 continue

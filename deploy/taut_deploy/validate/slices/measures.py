@@ -39,7 +39,17 @@ class Speaker(Writer, Protocol):
     def converse(
         self, messages: Sequence[Message], tools: Sequence[Message], generation: Generation
     ) -> Answer:
-        """Answer a conversation."""
+        """Answer a conversation.
+
+        Args:
+            messages: ``role`` and ``content`` each.
+            tools: offered functions, as in the OpenAI API.
+            generation: length and stop texts.
+
+        Raises:
+            NotOfferedError: it has no such ability.
+            CouldNotValidateError: there is no answer.
+        """
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,6 @@ from taut_kernels.primitives import (
 from taut_kernels.primitives.conv2d_kernel import blocks_kernel, gather_kernel
 from taut_kernels.primitives.conv2d_tiles import RESNET_LAYERS, ConvTile, Layer, pixel_block
 from taut_kernels.primitives.gemm_direct_kernel import gemm_direct_kernel
-from taut_kernels.primitives.gemm_specialized_kernel import gemm_specialized_kernel
 from taut_kernels.primitives.gemm_tiled_kernel import gemm_tiled_kernel
 from taut_kernels.primitives.gemm_tiles import GemmTile
 from taut_kernels.primitives.gemm_tma_kernel import gemm_tma_kernel
@@ -61,16 +60,13 @@ def tma_call(tile: GemmTile, *, b_transposed: bool) -> KernelCall:
     return KernelCall(label, gemm_tma_kernel, tile, run, HOPPER)
 
 
-def tuned_call(tile: GemmTile, *, b_transposed: bool, epilogue: bool = False) -> KernelCall:
-    """Describe V4, with or without bias and SiLU."""
+def tuned_call(tile: GemmTile, *, b_transposed: bool, activation: str = "none") -> KernelCall:
+    """Describe V4, with a bias where it has an activation."""
     a, b, c = _product(100, b_transposed=b_transposed)
-    bias, activation = (_empty(4096), "silu") if epilogue else (None, "none")
-    marks = f"{' specialised' * tile.specialize}{' b.t()' if b_transposed else ''}"
-    if epilogue and not tile.specialize:
-        marks += " bias silu"
-    kernel = gemm_specialized_kernel if tile.specialize else gemm_tuned_kernel
+    bias = None if activation == "none" else _empty(4096)
+    marks = " b.t()" * b_transposed + f" bias {activation}" * (bias is not None)
     run = partial(gemm_launch.launch_tuned, tile, a, b, bias, activation, c)
-    return KernelCall(f"matmul v4{marks}", kernel, tile, run, HOPPER)
+    return KernelCall(f"matmul v4{marks}", gemm_tuned_kernel, tile, run, HOPPER)
 
 
 def _products() -> Iterator[KernelCall]:
@@ -89,7 +85,8 @@ def _products() -> Iterator[KernelCall]:
     for tile in dict.fromkeys(replace(tile, split_k=min(tile.split_k, 2)) for tile in found):
         yield tuned_call(tile, b_transposed=True)
     rule = gemm_tiles.rule(*_RULE_SHAPES[0])
-    yield tuned_call(rule, b_transposed=False, epilogue=True)
+    for activation in ("relu", "silu"):
+        yield tuned_call(rule, b_transposed=False, activation=activation)
     split, (a, b, c) = GemmTile(64, 128, 64, 4, 3, split_k=4), _product(100)
     add = partial(gemm_launch.launch_tuned, split, a, b, _empty(4096), "gelu", c)
     block = gemm_launch.ADD_BLOCK

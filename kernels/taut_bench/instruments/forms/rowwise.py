@@ -83,12 +83,12 @@ def _scale(out: str) -> Tensor | None:
     return None if out == "same" else empty(_M, dtype=torch.float32)
 
 
-def _norm(op: str, N: int, out: str, tile: FusedTile) -> KernelCall:
+def _norm(op: str, N: int, out: str, tile: FusedTile, *, weighted: bool = True) -> KernelCall:
     residual = empty(_M, N) if op.startswith("add_") else None
     y, scale = empty(_M, N, dtype=_OUTPUT[out]), _scale(out)
-    operands = (empty(_M, N), empty(N), residual, 1e-5, y, scale)
+    operands = (empty(_M, N), empty(N) if weighted else None, residual, 1e-5, y, scale)
     return KernelCall(
-        f"{op} {out} N={N}",
+        f"{op} {out}{'' if weighted else ' no weight'} N={N}",
         rms_norm_kernel if N <= tiles_fused.RESIDENT_LIMIT else rms_norm_long_kernel,
         tile,
         partial(rms_norm_launch.launch, tile, out, *operands),
@@ -148,6 +148,7 @@ def _norms() -> Iterator[KernelCall]:
         for N in _widths(op):
             for tile, out in itertools.product(_tiles(op, N), outs):
                 yield _norm(op, N, out, tile)
+    yield _norm("rms_norm", 4096, "same", tiles_fused.rule("rms_norm", 4096, 1), weighted=False)
 
 
 def _activations() -> Iterator[KernelCall]:

@@ -139,8 +139,9 @@ def _every_tile(op: str) -> Iterator[tuple[ScaledMmTile, int, tuple[str, ...]]]:
             for (row_op, _, K), rows in table.choices.items():
                 for _, pair in rows if row_op == op else ():
                     yield pair[in_layer].tile, K, HOPPER
-    tile = rule.rule(op, 4096, 4096, 1)
-    yield replace(tile, early=True, prefetch=PREFETCH), 4096, HOPPER
+    early = replace(rule.rule(op, 4096, 4096, 1), early=True, prefetch=PREFETCH)
+    if tiles.why_not_for(early, op, 4096) is None:
+        yield early, 4096, HOPPER
 
 
 def _calls() -> Iterator[KernelCall]:

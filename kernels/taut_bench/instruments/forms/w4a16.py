@@ -6,6 +6,7 @@ is loaded; these calls stand for them.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -90,14 +91,14 @@ def _multiply(tile: Any, M: int, K: int, form: Format) -> None:
 
 
 def decode_call(
-    tile: DecodeTile, K: int, token_tiles: int, form: Format, targets: tuple[str, ...] = HOPPER
+    tile: DecodeTile, K: int, most: int, form: Format, targets: tuple[str, ...] = HOPPER
 ) -> KernelCall:
-    """Describe a call of up to 8 or 16 tokens."""
+    """Describe a call of up to 8 or 16 tokens, ``most``."""
     return KernelCall(
-        f"w4a16_decode {form} K={K} M≤{8 * token_tiles}",
+        f"w4a16_decode {form} K={K} M≤{most}",
         w4a16_decode_kernel,
         tile,
-        partial(_multiply, tile, 8 * token_tiles - 3, K, form),
+        partial(_multiply, tile, most - 3, K, form),
         targets,
         MAX_SPILL_BYTES if tile.registers else 0,
     )
@@ -106,19 +107,19 @@ def decode_call(
 def _decode_calls() -> Iterator[KernelCall]:
     # Only cards of compute capability 9.0 were measured.
     for table in decode_tile.tables().values():
-        for (_, K, token_tiles, own), tile in table.choices.items():
-            yield decode_call(tile, K, token_tiles, _of(own))
-    for target, token_tiles in ((t, tokens) for t in BOTH for tokens in (1, 2)):
-        tile = decode_tile.plain_rule(4096, 4096, token_tiles)
+        for (_, K, own), tile in table.choices.items():
+            yield decode_call(tile, K, decode_tile.TOKENS, _of(own))
+    for target, most in itertools.product(BOTH, (decode_tile.TOKENS, lookup.DECODE_TOKENS)):
+        tile = decode_tile.plain_rule(4096, 4096, most)
         for form in FORMATS:
             # 576 = 9 chunks: no cut of it comes out even, so loads are masked.
             for K in (4096, 576) if form.group_size in (0, 64) else (4096,):
-                yield decode_call(tile, K, token_tiles, form, (target,))
+                yield decode_call(tile, K, most, form, (target,))
     # Without a loop (K = 1024) registers may be capped; the format that takes most of them.
     for known, figures in decode_tile.CANDIDATES:
         for N, K in ((4096, 4096), (4096, 1024), (32768, 1024)):
             for tile, _ in decode_tile.splits_of(known, figures, N, K):
-                yield decode_call(tile, K, 1, LARGEST)
+                yield decode_call(tile, K, decode_tile.TOKENS, LARGEST)
 
 
 def ring_call(tile: RingTile, K: int, token_tiles: int, form: Format) -> KernelCall:
@@ -182,7 +183,7 @@ def _portable_calls() -> Iterator[KernelCall]:
         if not isinstance(tile, WgmmaTile):
             continue
         # Larger sums are made for wgmma, which spreads them over a warp group.
-        small = tile.block_m * tile.row_reps <= 64
+        small = tile.block_m <= 64
         for target in ("sm_90", "sm_80") if small else HOPPER:
             for form in FORMATS:
                 yield product_call(tile, K, form, (target,))

@@ -3,6 +3,9 @@
 Weights as the row operand, as in :mod:`.portable_kernel`. A step of the loop is one
 block of 128 K indices: its product starts from zero and enters the sum times both scales, so that
 the tensor cores never accumulate over more than 128 products.
+
+The only kernel of these products on cards without TMA, and for N that eight does not divide. It
+never starts before the kernel in front has ended: where that pays other kernels are faster.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-any-return"
@@ -12,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from taut_kernels.gemm.scaled_mm.portable_kernel import start_early, sum_of_splits
+from taut_kernels.gemm.scaled_mm.portable_kernel import sum_of_splits
 
 # Triton's interpreter has no assembly.
 _ASSEMBLY = tl.constexpr(not triton.knobs.runtime.interpret)
@@ -54,8 +57,6 @@ def fp8_block_kernel(
     stride_wn,
     HAS_BIAS: tl.constexpr,
     EVEN_K: tl.constexpr,  # K is a multiple of 128 · SPLIT_K
-    EARLY: tl.constexpr,  # as in scaled_mm_kernel
-    PREFETCH: tl.constexpr,
     SPLIT_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,  # 64 or 128: within one block of weights
@@ -76,8 +77,6 @@ def fp8_block_kernel(
     w_scale_row = w_scale_ptr + (pid_n * BLOCK_N // GROUP) * stride_wsn
     groups = tl.cdiv(K, GROUP)
     prefetch_row(w_scale_row, groups)
-    if EARLY:
-        start_early(w_ptr, rows, stride_wn, split, K, PREFETCH, SPLIT_K, GROUP)
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     first = tl.minimum(split, groups - 1)
     x_scale = tl.load(x_scale_ptrs + first * stride_xsk, mask=mask_m, other=0.0)

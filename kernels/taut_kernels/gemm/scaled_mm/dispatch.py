@@ -47,17 +47,14 @@ def _prepared(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _options(tile: ScaledMmTile) -> launcher.Constants:
-    """Return compiler and launch options."""
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    return options | launcher.PDL_OPTIONS[tile.early]
+    """Return the compiler's options."""
+    return {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
 
 
 def _constants(tile: ScaledMmTile, K: int) -> launcher.Constants:
     """Return the constants every ring kernel has."""
     return {
         "EVEN_K": K % (tile.block_k * tile.split_k) == 0,
-        "EARLY": tile.early,
-        "PREFETCH": tile.prefetch,
         "SPLIT_K": tile.split_k,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
@@ -100,8 +97,10 @@ def _prepared_ring(
             "HAS_AZP": has_azp,
             "HAS_BIAS": has_bias,
             "BLOCK_K": tile.block_k,
+            "EARLY": tile.early,
+            "PREFETCH": tile.prefetch,
         }
-        return named | _constants(tile, K), _options(tile)
+        return named | _constants(tile, K), _options(tile) | launcher.PDL_OPTIONS[tile.early]
 
     absent = (not has_azp_adj, not has_azp, not has_bias)
     form = _RING.form((tile, N, K, dtype, out_dtype, wide, absent), launcher.number(device))

@@ -58,7 +58,7 @@ class ScaledMmTile:
             :func:`most_shared_tokens`.
         group_m: token tiles of a group, ``hopper``, ``turns`` and ``blocks`` only.
         early: start before the kernel in front has ended (programmatic dependent launch), ``ring``
-            on sm_90 and ``pairs`` only.
+            on sm_90 (not for block-wise FP8) and ``pairs`` only.
         prefetch: lines of 128 bytes of each row asked for until it has, 0 or a power of two.
 
     Raises:
@@ -235,6 +235,8 @@ def why_not_for(tile: ScaledMmTile, op: str, N: int) -> str | None:
         return (
             f"fp8_block needs kernel ring or blocks, block_k 128, or pairs, block_k 256, got {tile}"
         )
+    if op == "fp8_block" and tile.kernel == "ring" and tile.early:
+        return f"fp8_block has no early start of kernel ring, got {tile}"
     if op == "fp8_block" and tile.block_n > BLOCK_GROUP:
         return f"fp8_block needs block_n of at most 128, one block of weights, got {tile}"
     if op == "fp8_block" and tile.kernel == PAIRS and tile.block_m * tile.block_n > 64 * 64:

@@ -1,5 +1,7 @@
 """The kernel of `taut::w4a16_gemm` for at most 16 tokens: bound by weight bytes.
 
+From 9 tokens on it is for cards without `wgmma`, and for layers too small for a ring.
+
 Maths     as :mod:`.op`
 Numerics  q - z is an integer and exact in either type; products accumulate in fp32 within a group,
           scale and bias are applied in fp32, one rounding at the store. For one tile, the same bits
@@ -54,11 +56,11 @@ def plan(tile: tiles_decode.DecodeTile, call: Call) -> OneProduct:
         tile: how to cut the work.
         call: what to prepare for.
     """
-    token_tiles = 1 if call.M <= 8 else 2
+    token_tiles = 1 if call.M <= tiles_decode.TOKENS else 2
     return plan_rows(
         _KERNEL,
         tile,
-        token_tiles,
+        (1, token_tiles),
         call,
         lambda pdl: launch_constants(tile, call.K, token_tiles, call.group, pdl=pdl),
     )

@@ -44,64 +44,52 @@ def _store_rows(
 @triton.jit
 def _reduce_and_store(
     totals, y_ptr, bias_ptr, partial_ptr, arrivals_ptr, M, N, HAS_BIAS: tl.constexpr,
-    TOKEN_TILES: tl.constexpr, ROW_TILES: tl.constexpr, ROW_WARPS: tl.constexpr,
-    K_WARPS: tl.constexpr, SPLIT_K: tl.constexpr,
+    TOKEN_TILES: tl.constexpr, ROW_WARPS: tl.constexpr, K_WARPS: tl.constexpr,
+    SPLIT_K: tl.constexpr,
 ):  # fmt: skip
     """Add the K-warps' totals, then the splits' in the program that arrives last, and store."""
     pid, split = tl.program_id(0), tl.program_id(1)
     # ROW_WARPS · 128 elements are left, four a lane as before.
     out = tl.arange(0, ROW_WARPS * 128)
     lane_element = out % 128
-    first_tile = (pid * ROW_WARPS + out // 128) * ROW_TILES
-    first_tile = tl.minimum(first_tile, N // 16 - ROW_TILES)
-    TILES: tl.constexpr = ROW_TILES * TOKEN_TILES
-    first_partial = pid * SPLIT_K * TILES * ROW_WARPS * 128 + out
-    for i in tl.static_range(TILES):
+    tile = tl.minimum(pid * ROW_WARPS + out // 128, N // 16 - 1)
+    first_partial = pid * SPLIT_K * TOKEN_TILES * ROW_WARPS * 128 + out
+    for i in tl.static_range(TOKEN_TILES):
         value = totals[i]
         if K_WARPS > 1:
             value = tl.sum(tl.reshape(value, (K_WARPS, ROW_WARPS * 128)), axis=0)
         if SPLIT_K == 1:
-            tile = first_tile + i // TOKEN_TILES
-            _store_rows(y_ptr, bias_ptr, value, tile, i % TOKEN_TILES, lane_element, M, N, HAS_BIAS)
+            _store_rows(y_ptr, bias_ptr, value, tile, i, lane_element, M, N, HAS_BIAS)
         else:
-            tl.store(partial_ptr + first_partial + (split * TILES + i) * ROW_WARPS * 128, value)
+            tl.store(
+                partial_ptr + first_partial + (split * TOKEN_TILES + i) * ROW_WARPS * 128, value
+            )
     if SPLIT_K > 1:
         # Every thread's partials are stored before one of them announces the program.
         tl.debug_barrier()
         arrived = tl.atomic_add(arrivals_ptr + pid, 1, sem="acq_rel", scope="gpu")
         if arrived == SPLIT_K - 1:
-            for i in tl.static_range(TILES):
+            for i in tl.static_range(TOKEN_TILES):
                 value = tl.zeros((ROW_WARPS * 128,), tl.float32)
                 for s in tl.static_range(SPLIT_K):
                     # In order of the splits: the same bits from run to run. Past L1, which does
                     # not see what other programs store.
                     value += tl.load(
-                        partial_ptr + first_partial + (s * TILES + i) * ROW_WARPS * 128,
+                        partial_ptr + first_partial + (s * TOKEN_TILES + i) * ROW_WARPS * 128,
                         cache_modifier=".cg",
                     )
-                tile = first_tile + i // TOKEN_TILES
-                _store_rows(
-                    y_ptr, bias_ptr, value, tile, i % TOKEN_TILES, lane_element, M, N, HAS_BIAS
-                )
+                _store_rows(y_ptr, bias_ptr, value, tile, i, lane_element, M, N, HAS_BIAS)
             tl.store(arrivals_ptr + pid, 0)
 
 
 @triton.jit
-def _places(
-    warp,
-    N,
-    STEPS: tl.constexpr,
-    ROW_TILES: tl.constexpr,
-    ROW_WARPS: tl.constexpr,
-    K_WARPS: tl.constexpr,
-):
-    """Return each warp's first row tile and first unit.
+def _places(warp, N, STEPS: tl.constexpr, ROW_WARPS: tl.constexpr, K_WARPS: tl.constexpr):
+    """Return each warp's row tile and first unit.
 
     A program's spare row tiles repeat the last one: two warps then store equal values.
     """
-    first_tile = (tl.program_id(0) * ROW_WARPS + warp % ROW_WARPS) * ROW_TILES
-    first_tile = tl.minimum(first_tile, N // 16 - ROW_TILES)
-    return first_tile, tl.program_id(1) * K_WARPS * STEPS + warp // ROW_WARPS
+    tile = tl.minimum(tl.program_id(0) * ROW_WARPS + warp % ROW_WARPS, N // 16 - 1)
+    return tile, tl.program_id(1) * K_WARPS * STEPS + warp // ROW_WARPS
 
 
 @triton.jit
@@ -116,31 +104,14 @@ def _token_pointers(x_words, FIRST: tl.constexpr, lane_element, unit, M, stride_
 
 
 @triton.jit
-def _load_scales(pointers, first, ahead, ROW_TILES: tl.constexpr, QUADS: tl.constexpr,
-                 ALL_QUADS: tl.constexpr, HAS_ZEROS: tl.constexpr,
-                 MASKED: tl.constexpr):  # fmt: skip
+def _load_scales(pointers, first, ahead, QUADS: tl.constexpr, ALL_QUADS: tl.constexpr,
+                 HAS_ZEROS: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
     """Load scales and zero points of a unit so many quads ahead; without zeros, scales twice."""
-    scales = load_quads(
-        pointers[0] + ahead * 32, first[0] + ahead, ROW_TILES, QUADS, ALL_QUADS, 32, MASKED
-    )
+    scales = load_quads(pointers[0] + ahead * 32, first[0] + ahead, QUADS, ALL_QUADS, 32, MASKED)
     zeros = scales
     if HAS_ZEROS:
-        zeros = load_quads(
-            pointers[1] + ahead * 8, first[1] + ahead, ROW_TILES, QUADS, ALL_QUADS, 8, MASKED
-        )
+        zeros = load_quads(pointers[1] + ahead * 8, first[1] + ahead, QUADS, ALL_QUADS, 8, MASKED)
     return scales, zeros
-
-
-@triton.jit
-def _scale_channels(scales, sums, totals, ROW_TILES: tl.constexpr, TOKEN_TILES: tl.constexpr,
-                    ELEMENT: tl.constexpr):  # fmt: skip
-    """Return the totals plus the sums times their channel's scale."""
-    scaled = ()
-    for r in tl.static_range(ROW_TILES):
-        tile_sums = sums[r * TOKEN_TILES : (r + 1) * TOKEN_TILES]
-        tile_totals = totals[r * TOKEN_TILES : (r + 1) * TOKEN_TILES]
-        scaled = scaled + add_scaled(scales[r], tile_sums, tile_totals, 0, ELEMENT)
-    return scaled
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -151,7 +122,7 @@ def w4a16_decode_kernel(
     zeros_ptr,  # [N/16, quads, 8] int32; unused without HAS_ZEROS
     bias_ptr,  # [N]; unused without HAS_BIAS
     y_ptr,  # [M, N], contiguous
-    partial_ptr,  # [programs, SPLIT_K, ROW_TILES · TOKEN_TILES, ROW_WARPS · 128] fp32
+    partial_ptr,  # [programs, SPLIT_K, TOKEN_TILES, ROW_WARPS · 128] fp32
     arrivals_ptr,  # [programs] int32, 0 before and after; both unused with SPLIT_K = 1
     M,
     N,
@@ -162,8 +133,7 @@ def w4a16_decode_kernel(
     HAS_BIAS: tl.constexpr,
     ELEMENT: tl.constexpr,  # "bf16" or "f16"
     TOKEN_TILES: tl.constexpr,  # 1 for M ≤ 8, 2 for M ≤ 16
-    ROW_TILES: tl.constexpr,  # 16-row tiles a warp
-    ROW_WARPS: tl.constexpr,
+    ROW_WARPS: tl.constexpr,  # a 16-row tile each
     K_WARPS: tl.constexpr,
     SPLIT_K: tl.constexpr,
     DEPTH: tl.constexpr,  # chunks of weights in flight
@@ -181,17 +151,16 @@ def w4a16_decode_kernel(
     ALL_QUADS: tl.constexpr = (GROUPS + 3) // 4
     QUADS: tl.constexpr = 128 // GROUP_SIZE if GROUP_SIZE else 1
     UNIT_QUADS: tl.constexpr = QUADS if GROUP_SIZE else 0
-    ROW_TILE_WORDS: tl.constexpr = CHUNKS * 128
 
     if PDL:
         gdc_launch_dependents()
     element = tl.arange(0, WARPS * 128)
     lane_element = element % 128
-    first_tile, unit = _places(element // 128, N, STEPS, ROW_TILES, ROW_WARPS, K_WARPS)
+    tile, unit = _places(element // 128, N, STEPS, ROW_WARPS, K_WARPS)
 
-    word_offsets = (first_tile * CHUNKS + unit * 8) * 128 + lane_element
+    word_offsets = (tile * CHUNKS + unit * 8) * 128 + lane_element
     word_ptrs = qweight_ptr + tl.max_contiguous(tl.multiple_of(word_offsets, 4), 4)
-    quad_offsets = (first_tile * ALL_QUADS + unit * UNIT_QUADS) * 32
+    quad_offsets = (tile * ALL_QUADS + unit * UNIT_QUADS) * 32
     quad_offsets += (lane_element // 16) * 4 + lane_element % 4
     quad_offsets = tl.max_contiguous(tl.multiple_of(quad_offsets, 4), 4)
     x_words = x_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
@@ -204,19 +173,16 @@ def w4a16_decode_kernel(
     zero_ptrs, first_zeros = quad_ptrs, first_quad
     if HAS_ZEROS:
         lane = lane_axis(WARPS)
-        zero_tile, zero_unit = _places(lane // 32, N, STEPS, ROW_TILES, ROW_WARPS, K_WARPS)
+        zero_tile, zero_unit = _places(lane // 32, N, STEPS, ROW_WARPS, K_WARPS)
         first_zeros = zero_unit * UNIT_QUADS
         zero_ptrs = lane_pointers(zeros_ptr, zero_tile * ALL_QUADS + first_zeros, lane)
     word_queue, value_queue = (), ()
     for c in tl.static_range(DEPTH):
-        words = load_weights(
-            word_ptrs + c * 128, chunk + c < CHUNKS, ROW_TILES, MASKED, ROW_TILE_WORDS
-        )
+        words = load_weights(word_ptrs + c * 128, chunk + c < CHUNKS, MASKED)
         word_queue = word_queue + (words,)
     scales, zeros = _load_scales(
-        (quad_ptrs, zero_ptrs), (first_quad, first_zeros), 0,
-        ROW_TILES, QUADS, ALL_QUADS, HAS_ZEROS, MASKED,
-    )  # fmt: skip
+        (quad_ptrs, zero_ptrs), (first_quad, first_zeros), 0, QUADS, ALL_QUADS, HAS_ZEROS, MASKED
+    )
     if PDL:
         # The first weights, which nobody writes while serving, are on their way: now wait for the
         # kernel that makes the activations (and the one that used arrivals and partial before).
@@ -226,7 +192,7 @@ def w4a16_decode_kernel(
             value_ptrs0 + c * 32, value_ptrs1 + c * 32, chunk + c < CHUNKS, TOKEN_TILES, MASKED
         )
         value_queue = value_queue + (values,)
-    totals = zero_accumulators(ROW_TILES * TOKEN_TILES, WARPS * 128)
+    totals = zero_accumulators(TOKEN_TILES, WARPS * 128)
     sums = () if GROUP_SIZE else totals
     if FENCE:
         tl.inline_asm_elementwise(
@@ -240,24 +206,24 @@ def w4a16_decode_kernel(
         if GROUP_SIZE:
             next_scales, next_zeros = _load_scales(
                 (quad_ptrs, zero_ptrs), (first_quad, first_zeros), (step + 1) * K_WARPS * QUADS,
-                ROW_TILES, QUADS, ALL_QUADS, HAS_ZEROS, MASKED,
+                QUADS, ALL_QUADS, HAS_ZEROS, MASKED,
             )  # fmt: skip
         word_queue, value_queue, sums, totals = multiply_unit(
             word_queue, value_queue, scales, zeros, sums, totals, word_ptrs + step * K_WARPS * 1024,
             value_ptrs0 + step * K_WARPS * 256, value_ptrs1 + step * K_WARPS * 256,
-            chunk + step * K_WARPS * 8, CHUNKS, ROW_TILES, TOKEN_TILES, K_WARPS, GROUP_SIZE,
-            HAS_ZEROS, ELEMENT, MASKED, DEPTH, X_DEPTH, BATCH, FENCE, False, ROW_TILE_WORDS,
+            chunk + step * K_WARPS * 8, CHUNKS, TOKEN_TILES, K_WARPS, GROUP_SIZE, HAS_ZEROS,
+            ELEMENT, MASKED, DEPTH, X_DEPTH, BATCH, FENCE, False,
         )  # fmt: skip
         scales, zeros = next_scales, next_zeros
     word_queue, value_queue, sums, totals = multiply_unit(
         word_queue, value_queue, scales, zeros, sums, totals, word_ptrs + LAST * K_WARPS * 1024,
         value_ptrs0 + LAST * K_WARPS * 256, value_ptrs1 + LAST * K_WARPS * 256,
-        chunk + LAST * K_WARPS * 8, CHUNKS, ROW_TILES, TOKEN_TILES, K_WARPS, GROUP_SIZE,
-        HAS_ZEROS, ELEMENT, MASKED, DEPTH, X_DEPTH, BATCH, FENCE, True, ROW_TILE_WORDS,
+        chunk + LAST * K_WARPS * 8, CHUNKS, TOKEN_TILES, K_WARPS, GROUP_SIZE, HAS_ZEROS, ELEMENT,
+        MASKED, DEPTH, X_DEPTH, BATCH, FENCE, True,
     )  # fmt: skip
     if GROUP_SIZE == 0:
-        totals = _scale_channels(scales, sums, totals, ROW_TILES, TOKEN_TILES, ELEMENT)
+        totals = add_scaled(scales[0], sums, totals, 0, ELEMENT)
     _reduce_and_store(
         totals, y_ptr, bias_ptr, partial_ptr, arrivals_ptr, M, N,
-        HAS_BIAS, TOKEN_TILES, ROW_TILES, ROW_WARPS, K_WARPS, SPLIT_K,
+        HAS_BIAS, TOKEN_TILES, ROW_WARPS, K_WARPS, SPLIT_K,
     )  # fmt: skip

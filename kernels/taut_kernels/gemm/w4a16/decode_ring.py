@@ -58,10 +58,11 @@ def plan(tile: RingTile, call: Call) -> OneProduct:
     """
     if call.M > MAX_TOKENS:
         raise ValueError(f"x must have at most {MAX_TOKENS} rows for a ring tile, got {call.M}")
-    tokens = token_tiles(call.M)
+    row_tiles, tokens = min(tile.row_tiles, call.N // 16), token_tiles(call.M)
 
     def constants(pdl: bool) -> dict[str, int | bool]:
         shape = (call.K, tokens, call.group)
-        return launch_constants(tile, *shape, has_zeros=call.has_zeros, pdl=pdl)
+        named = launch_constants(tile, *shape, has_zeros=call.has_zeros, pdl=pdl)
+        return named | {"ROW_TILES": row_tiles}
 
-    return plan_rows(_KERNEL, tile, tokens, call, constants)
+    return plan_rows(_KERNEL, tile, (row_tiles, tokens), call, constants)

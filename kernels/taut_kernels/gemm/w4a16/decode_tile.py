@@ -1,10 +1,14 @@
 """How the decode kernel is cut up for one shape: measured tables and the rule behind them.
 
-A row of the table ``w4a16_decode`` (:mod:`taut_kernels.launch.tile_tables`) is of one N, K, format
-and ``max_m`` of 8 or 16, its ``us`` those of the numbers of tokens measured.
-``tile`` has exactly the fields of :class:`DecodeTile`. A row may have a ``format``
-(:mod:`.weight_format`); a layer takes the row of its own, else of the nearest. A shape that no
-table of the card names takes :func:`rule`. The layout of the weights does not depend on the tile.
+A row of the table ``w4a16_decode`` (:mod:`taut_kernels.launch.tile_tables`) is of one N, K and
+format for up to 8 tokens, ``us`` those of the numbers of tokens measured. ``tile`` has exactly the
+fields of :class:`DecodeTile`. A row may have a ``format`` (:mod:`.weight_format`); a layer takes
+the row of its own, else of the nearest. A shape that no table of the card names takes :func:`rule`.
+The layout of the weights does not depend on the tile.
+
+For 9 to 16 tokens other kernels won on every shape measured on an H200. This one takes them on
+cards without `wgmma`, where nothing else was measured, and where a layer is too narrow or too short
+for those (:func:`.lookup.rule`); its tile is :func:`plain_rule`'s.
 """
 
 from __future__ import annotations
@@ -18,6 +22,8 @@ from taut_kernels.gemm.w4a16.cost import MULTIPROCESSORS, Cost, Cut, by_estimate
 from taut_kernels.gemm.w4a16.weight_format import DEFAULT, WeightFormat
 from taut_kernels.launch.tile_tables import Reader, Row, measured
 
+TOKENS = 8
+"""Of one MMA: as many cost what one costs, and most that tables and cost model are for."""
 UNIT = 512
 """K indices a warp works through between two looks at its place (8 chunks of 64)."""
 WARPS_WANTED = 1536
@@ -29,8 +35,8 @@ class DecodeTile:
     """One way to cut the work.
 
     Args:
-        row_tiles: tiles of 16 output rows a warp, 1..4.
-        row_warps: warps of a program beside each other along N, a power of two.
+        row_warps: warps of a program beside each other along N, a power of two; each has a tile of
+            16 output rows.
         k_warps: warps of a program along K, a power of two; at most 16 warps together.
         split_k: programs along K, 1..32; more than one adds a last-program reduction.
         depth: chunks of weights a warp has in flight, 1..8.
@@ -44,7 +50,6 @@ class DecodeTile:
         ValueError: a field is out of its range.
     """
 
-    row_tiles: int
     row_warps: int
     k_warps: int
     split_k: int
@@ -55,7 +60,7 @@ class DecodeTile:
     registers: int = 0
 
     def __post_init__(self) -> None:
-        for field, limit in (("row_tiles", 4), ("split_k", 32), ("depth", 8), ("x_depth", 8)):
+        for field, limit in (("split_k", 32), ("depth", 8), ("x_depth", 8)):
             value = getattr(self, field)
             if not 1 <= value <= limit:
                 raise ValueError(f"{field} must lie in 1..{limit}, got {value}")
@@ -82,15 +87,14 @@ class DecodeTile:
     @property
     def rows(self) -> int:
         """Output rows a program."""
-        return 16 * self.row_tiles * self.row_warps
+        return 16 * self.row_warps
 
 
-def _entry(row: Row) -> tuple[tuple[int, int, int, WeightFormat], DecodeTile]:
-    """Key a row by N, K, tiles of 8 tokens, and format."""
-    if row["max_m"] not in (8, 16):
-        raise ValueError("max_m must be 8 or 16")
-    key = (row["N"], row["K"], row["max_m"] // 8, weight_format.of_row(row))
-    return key, DecodeTile(**row["tile"])
+def _entry(row: Row) -> tuple[tuple[int, int, WeightFormat], DecodeTile]:
+    """Key a row by N, K and format."""
+    if row["max_m"] != TOKENS:
+        raise ValueError(f"max_m must be {TOKENS}")
+    return (row["N"], row["K"], weight_format.of_row(row)), DecodeTile(**row["tile"])
 
 
 TABLE = "w4a16_decode"
@@ -103,10 +107,10 @@ _READER = Reader(
 )
 parse, tables = _READER.parse, cache(_READER.tables)
 CANDIDATES = (
-    (DecodeTile(1, 2, 1, 1, 8, 8, 2, False), ((0.0196, 0.120), (0.0137, 0.129), (0.0278, 0.161))),
-    (DecodeTile(1, 4, 1, 1, 8, 8, 2, False), ((0.0287, 0.143), (0.0315, 0.119), (0.0378, 0.282))),
-    (DecodeTile(1, 2, 2, 1, 8, 8, 2, False), ((0.0483, 0.119), (0.0396, 0.115), (0.0500, 0.219))),
-    (DecodeTile(1, 1, 2, 1, 8, 8, 2, False), ((0.0341, 0.056), (0.0318, 0.070), (0.0223, 0.257))),
+    (DecodeTile(2, 1, 1, 8, 8, 2, False), ((0.0196, 0.120), (0.0137, 0.129), (0.0278, 0.161))),
+    (DecodeTile(4, 1, 1, 8, 8, 2, False), ((0.0287, 0.143), (0.0315, 0.119), (0.0378, 0.282))),
+    (DecodeTile(2, 2, 1, 8, 8, 2, False), ((0.0483, 0.119), (0.0396, 0.115), (0.0500, 0.219))),
+    (DecodeTile(1, 2, 1, 8, 8, 2, False), ((0.0341, 0.056), (0.0318, 0.070), (0.0223, 0.257))),
 )
 """Tiles that won for up to 8 tokens on some shape (README, "Other models"), and the figures of
 their cost: with a loop, without one under a cap on registers, and without either."""
@@ -133,26 +137,25 @@ def ranked(N: int, K: int) -> list[DecodeTile]:
         Tiles; none where K is too short for them.
     """
     return by_estimate(
-        (estimate(cut(tile, N, K, 1), cost), tile)
+        (estimate(cut(tile, N, K), cost), tile)
         for known, figures in CANDIDATES
         for tile, cost in splits_of(known, figures, N, K)
     )
 
 
-def rule(N: int, K: int, token_tiles: int, *, hopper: bool) -> DecodeTile:
-    """Choose a tile for a shape nobody measured.
+def rule(N: int, K: int, *, hopper: bool) -> DecodeTile:
+    """Choose a tile for up to 8 tokens of a shape nobody measured.
 
     Args:
         N: output features, a multiple of 16.
         K: input features.
-        token_tiles: 1 for M ≤ 8, 2 for M ≤ 16.
         hopper: the card is one of those that tiles were measured on (sm_90).
 
     Returns:
         The tile.
     """
-    found = ranked(N, K) if hopper and token_tiles == 1 else []
-    return found[0] if found else plain_rule(N, K, token_tiles)
+    found = ranked(N, K) if hopper else []
+    return found[0] if found else plain_rule(N, K, TOKENS)
 
 
 def splits_of(
@@ -185,20 +188,19 @@ def _resident(tile: DecodeTile, registers: int) -> int:
     return 4 * (_LANE_REGISTERS // registers) // tile.num_warps
 
 
-def cut(tile: DecodeTile, N: int, K: int, token_tiles: int) -> Cut:
-    """Return what a tile makes of a shape.
+def cut(tile: DecodeTile, N: int, K: int) -> Cut:
+    """Return what a tile makes of a shape with up to 8 tokens.
 
     Args:
         tile: how to cut the work.
         N: output features.
         K: input features.
-        token_tiles: 1 for M ≤ 8, 2 for M ≤ 16.
     """
     units = -(-K // (UNIT * tile.k_warps * tile.split_k))
-    return Cut(-(-N // tile.rows), tile.split_k, 8 * units, 32 * tile.rows * token_tiles)
+    return Cut(-(-N // tile.rows), tile.split_k, 8 * units, 32 * tile.rows)
 
 
-def plain_rule(N: int, K: int, token_tiles: int) -> DecodeTile:
+def plain_rule(N: int, K: int, M: int) -> DecodeTile:
     """Choose one warp a 16-row tile, then warps along K until the card is full.
 
     Inside the program as far as K reaches, so that nothing has to meet in memory.
@@ -206,7 +208,7 @@ def plain_rule(N: int, K: int, token_tiles: int) -> DecodeTile:
     Args:
         N: output features, a multiple of 16.
         K: input features.
-        token_tiles: 1 for M ≤ 8, 2 for M ≤ 16.
+        M: tokens.
 
     Returns:
         The tile.
@@ -215,32 +217,25 @@ def plain_rule(N: int, K: int, token_tiles: int) -> DecodeTile:
     k_warps = 1
     while k_warps < min(8, units) and N // 16 * k_warps < WARPS_WANTED:
         k_warps *= 2
-    x_depth = 2 if token_tiles == 2 else 4
-    return DecodeTile(1, 1, k_warps, 1, depth=4, x_depth=x_depth, batch=1, fence=False)
+    x_depth = 2 if M > TOKENS else 4
+    return DecodeTile(1, k_warps, 1, depth=4, x_depth=x_depth, batch=1, fence=False)
 
 
 @cache
 def lookup(
-    gpu: str | None,
-    N: int,
-    K: int,
-    token_tiles: int,
-    weights: WeightFormat = DEFAULT,
-    *,
-    hopper: bool,
+    gpu: str | None, N: int, K: int, weights: WeightFormat = DEFAULT, *, hopper: bool
 ) -> DecodeTile:
-    """Choose the tile of one shape on one card.
+    """Choose the tile of one shape and up to 8 tokens on one card.
 
     Args:
         gpu: card name, None outside CUDA.
         N: output features.
         K: input features.
-        token_tiles: 1 for M ≤ 8, 2 for M ≤ 16.
         weights: the layer's format.
         hopper: the card is of sm_90.
 
     Returns:
         The tile measured in the nearest format, or that of :func:`rule`.
     """
-    found = (measured(tables(), gpu, (N, K, token_tiles, near)) for near in weights.tried)
-    return next(filter(None, found), None) or rule(N, K, token_tiles, hopper=hopper)
+    found = (measured(tables(), gpu, (N, K, near)) for near in weights.tried)
+    return next(filter(None, found), None) or rule(N, K, hopper=hopper)

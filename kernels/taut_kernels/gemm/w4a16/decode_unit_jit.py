@@ -24,17 +24,12 @@ from taut_kernels.gemm.w4a16.zeros_jit import every_element
 
 
 @triton.jit
-def load_weights(ptrs, mask, ROW_TILES: tl.constexpr, MASKED: tl.constexpr, ROW_TILE_WORDS):
-    """Load one chunk of each row tile: a tuple of ROW_TILES tensors."""
-    words = ()
-    for r in tl.static_range(ROW_TILES):
-        if MASKED:
-            word = tl.load(
-                ptrs + r * ROW_TILE_WORDS, mask=mask, other=0, eviction_policy="evict_first"
-            )
-        else:
-            word = tl.load(ptrs + r * ROW_TILE_WORDS, eviction_policy="evict_first")
-        words = words + (word,)
+def load_weights(ptrs, mask, MASKED: tl.constexpr):
+    """Load one chunk of each warp's row tile."""
+    if MASKED:
+        words = tl.load(ptrs, mask=mask, other=0, eviction_policy="evict_first")
+    else:
+        words = tl.load(ptrs, eviction_policy="evict_first")
     return words
 
 
@@ -57,22 +52,19 @@ def load_activations(ptrs0, ptrs1, mask, TOKEN_TILES: tl.constexpr, MASKED: tl.c
 def load_quads(
     ptrs,
     first,
-    ROW_TILES: tl.constexpr,
     QUADS: tl.constexpr,
     ALL_QUADS: tl.constexpr,
     WORDS: tl.constexpr,  # of a quad
     MASKED: tl.constexpr,
 ):
-    """Load a unit's scales or zero points, four groups a tensor: row tiles outermost."""
+    """Load a unit's scales or zero points, four groups a tensor."""
     quads = ()
-    for r in tl.static_range(ROW_TILES):
-        for q in tl.static_range(QUADS):
-            quad_ptrs = ptrs + (r * ALL_QUADS + q) * WORDS
-            if MASKED:
-                quad = tl.load(quad_ptrs, mask=first + q < ALL_QUADS, other=0)
-            else:
-                quad = tl.load(quad_ptrs)
-            quads = quads + (quad,)
+    for q in tl.static_range(QUADS):
+        if MASKED:
+            quad = tl.load(ptrs + q * WORDS, mask=first + q < ALL_QUADS, other=0)
+        else:
+            quad = tl.load(ptrs + q * WORDS)
+        quads = quads + (quad,)
     return quads
 
 
@@ -96,7 +88,7 @@ def _multiply(
     HAS_ZEROS: tl.constexpr,
     ELEMENT: tl.constexpr,
 ):
-    """Add 32 K indices of one row tile to ``sums``, a tuple of TOKEN_TILES accumulators."""
+    """Add 32 K indices to ``sums``, a tuple of TOKEN_TILES accumulators."""
     operands = (words,)
     for tile in tl.static_range(TOKEN_TILES):
         operands = operands + (values[HALF * TOKEN_TILES + tile],)
@@ -119,7 +111,7 @@ def _multiply(
 
 @triton.jit
 def add_scaled(scales, sums, totals, INDEX: tl.constexpr, ELEMENT: tl.constexpr):
-    """Return ``totals + scale * sums`` for one row tile, in fp32."""
+    """Return ``totals + scale * sums``, in fp32."""
     asm: tl.constexpr = scale_ptx(ELEMENT, INDEX)
     result = ()
     for tile in tl.static_range(len(sums)):
@@ -145,30 +137,22 @@ def _multiply_half(
     totals,
     HALF: tl.constexpr,
     K_IN_UNIT: tl.constexpr,  # 0..511: where in its unit this half chunk starts
-    ROW_TILES: tl.constexpr,
     TOKEN_TILES: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
     ELEMENT: tl.constexpr,
 ):
-    """Add 32 K indices of every row tile, and close their group where it ends there."""
+    """Add 32 K indices, and close their group where it ends there."""
     GROUP: tl.constexpr = K_IN_UNIT // GROUP_SIZE if GROUP_SIZE else 0
-    QUADS: tl.constexpr = 128 // GROUP_SIZE if GROUP_SIZE else 1
     CLOSES: tl.constexpr = GROUP_SIZE != 0 and (K_IN_UNIT + 32) % GROUP_SIZE == 0
-    new_sums, new_totals = (), ()
-    for r in tl.static_range(ROW_TILES):
-        row = _multiply(
-            words[r], values, zeros[r * QUADS + GROUP // 4] if HAS_ZEROS else words[r],
-            sums[r * TOKEN_TILES : (r + 1) * TOKEN_TILES], HALF, TOKEN_TILES, GROUP % 4, HAS_ZEROS,
-            ELEMENT,
-        )  # fmt: skip
-        total = totals[r * TOKEN_TILES : (r + 1) * TOKEN_TILES]
-        if CLOSES:
-            total = add_scaled(scales[r * QUADS + GROUP // 4], row, total, GROUP % 4, ELEMENT)
-            row = zero_accumulators(TOKEN_TILES, words[r].shape[0])
-        new_sums = new_sums + row
-        new_totals = new_totals + total
-    return new_sums, new_totals
+    sums = _multiply(
+        words, values, zeros[GROUP // 4] if HAS_ZEROS else words, sums, HALF, TOKEN_TILES,
+        GROUP % 4, HAS_ZEROS, ELEMENT,
+    )  # fmt: skip
+    if CLOSES:
+        totals = add_scaled(scales[GROUP // 4], sums, totals, GROUP % 4, ELEMENT)
+        sums = zero_accumulators(TOKEN_TILES, words.shape[0])
+    return sums, totals
 
 
 @triton.constexpr_function
@@ -179,18 +163,17 @@ def _chunks_ahead(chunk: int, k_warps: int) -> int:
 
 @triton.jit
 def multiply_unit(
-    word_queue,  # loaded chunks ahead, each a tuple of ROW_TILES
+    word_queue,  # loaded chunks ahead
     value_queue,  # likewise activations
-    scales,  # this unit's, ROW_TILES × QUADS
+    scales,  # this unit's quads
     zeros,  # likewise
-    sums,  # of the open group, ROW_TILES × TOKEN_TILES; () where every group closes in its unit
+    sums,  # of the open group, TOKEN_TILES; () where every group closes in its unit
     totals,  # scaled sums of the closed groups
     word_ptrs,
     value_ptrs0,
     value_ptrs1,
     chunk,  # index of this unit's first chunk, a warp each
     num_chunks,
-    ROW_TILES: tl.constexpr,
     TOKEN_TILES: tl.constexpr,
     K_WARPS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,  # 0: one group a channel, scaled after the loop
@@ -202,18 +185,17 @@ def multiply_unit(
     BATCH: tl.constexpr,
     FENCE: tl.constexpr,
     LAST: tl.constexpr,
-    ROW_TILE_WORDS,
 ):
     """Consume one unit, loading what follows it as registers fall free."""
     SIZE: tl.constexpr = chunk.shape[0]
     if GROUP_SIZE:
-        sums = zero_accumulators(ROW_TILES * TOKEN_TILES, SIZE)
+        sums = zero_accumulators(TOKEN_TILES, SIZE)
     for c in tl.static_range(8):
         words, values = word_queue[0], value_queue[0]
         word_queue, value_queue = word_queue[1:], value_queue[1:]
         for half in tl.static_range(2):
             sums, totals = _multiply_half(
-                words, values, scales, zeros, sums, totals, half, 64 * c + 32 * half, ROW_TILES,
+                words, values, scales, zeros, sums, totals, half, 64 * c + 32 * half,
                 TOKEN_TILES, GROUP_SIZE, HAS_ZEROS, ELEMENT,
             )  # fmt: skip
         if (c + 1) % BATCH == 0:
@@ -222,9 +204,7 @@ def multiply_unit(
                     words = load_weights(
                         word_ptrs + _chunks_ahead(c + 1 - BATCH + b + DEPTH, K_WARPS) * 128,
                         chunk + _chunks_ahead(c + 1 - BATCH + b + DEPTH, K_WARPS) < num_chunks,
-                        ROW_TILES,
                         MASKED,
-                        ROW_TILE_WORDS,
                     )
                     word_queue = word_queue + (words,)
                 if not LAST or c + 1 - BATCH + b + X_DEPTH < 8:

@@ -22,14 +22,12 @@ from taut_kernels.gemm.w4a16.plan import Call, Runs, Weight
 from taut_kernels.gemm.w4a16.ring_tile import WgmmaRingTile
 from taut_kernels.launch import launcher
 
-ONE_TOKEN_TILE = 8
-"""Tokens of one MMA: as many cost what one costs."""
 Tile = DecodeTile | RingTile | WgmmaTile | WgmmaRingTile | WavesTile
 """How a kernel cuts the work; its type names the regime."""
 
 
 def tile_of(choice: tiles_wgmma.Choice, call: Call) -> Tile | Literal["dense"]:
-    """Return the tile of a choice: a table's own, or the one the decode regime has for a call.
+    """Return the tile of a choice: a table's own, or the one the decode kernel has for a call.
 
     Args:
         choice: of :mod:`.lookup`.
@@ -37,9 +35,24 @@ def tile_of(choice: tiles_wgmma.Choice, call: Call) -> Tile | Literal["dense"]:
     """
     if choice == "dense" or not isinstance(choice, str):
         return choice
+    if call.M > tiles_decode.TOKENS:
+        return tiles_decode.plain_rule(call.N, call.K, call.M)
     gpu, hopper = launcher.gpu_name(call.device), launcher.is_hopper(call.device)
-    token_tiles = 1 if call.M <= ONE_TOKEN_TILE else 2
-    return tiles_decode.lookup(gpu, call.N, call.K, token_tiles, call.weights, hopper=hopper)
+    return tiles_decode.lookup(gpu, call.N, call.K, call.weights, hopper=hopper)
+
+
+def chosen(call: Call) -> Tile | Literal["dense"]:
+    """Return the tile that the tables or their rules choose for a call.
+
+    Args:
+        call: what to run.
+    """
+    choice: tiles_wgmma.Choice = "decode"
+    if call.M > tiles_decode.TOKENS:
+        gpu, hopper = launcher.gpu_name(call.device), launcher.is_hopper(call.device)
+        bucket = tiles_wgmma.bucket_of(call.M)
+        choice = tiles_wgmma.lookup(gpu, call.N, call.K, bucket, call.weights, hopper=hopper)
+    return tile_of(choice, call)
 
 
 def plan(tile: Tile | Literal["dense"], call: Call) -> Runs:

@@ -10,7 +10,7 @@ being at 4096. ``kernel`` is
 ``ring``          :class:`.ring_tile.WgmmaRingTile` without ``tma``, up to 1024
 ``tma``           the same with ``tma``
 ``pair``          :class:`.pair_tile.WavesTile`, two of ``tma``, up to 2048
-``portable``      :class:`.portable_tile.WgmmaTile`
+``portable``      :class:`.portable_tile.WgmmaTile`; no row of a card with `wgmma` has it
 ``dense``         dequantise the layer and multiply densely (:mod:`.dense`)
 ================  ================================================================================
 
@@ -187,11 +187,11 @@ def plain_rule(N: int, K: int, tokens: int) -> Choice:
         return "decode"
     chunks = 1 if (K // 64) % 2 or tokens > 128 else 2
     if tokens > 128:
-        return WgmmaTile(256, 1, 8, chunks, 1, 3, reordered=True, early_wait=True)
+        return WgmmaTile(256, 8, chunks, 1, reordered=True, early_wait=True)
     split = 1
     while -(-N // 64) * split < PROGRAMS_WANTED and split < 8 and 16 * split <= K // 64:
         split *= 2
-    return WgmmaTile(tokens, 1, 4, chunks, split, 3, reordered=tokens > 32, early_wait=tokens > 64)
+    return WgmmaTile(tokens, 4, chunks, split, reordered=tokens > 32, early_wait=tokens > 64)
 
 
 def bucket_of(M: int) -> int:

@@ -38,7 +38,6 @@ from torch import Tensor
 from taut_kernels.gemm.w4a16 import disk as formats
 from taut_kernels.gemm.w4a16 import dispatch as w4a16_launch
 from taut_kernels.gemm.w4a16 import layout as formats_mma
-from taut_kernels.gemm.w4a16 import lookup as tiles_wgmma
 from taut_kernels.gemm.w4a16.plan import Call, Runs, Weight
 from taut_kernels.launch import launcher
 from taut_kernels.launch.autocast import without_autocast
@@ -99,13 +98,8 @@ def _plan(
     has_bias: bool,
 ) -> Runs:
     """Return how to run a call: by the tile the tables or their rule choose."""
-    gpu, hopper = launcher.gpu_name(device), launcher.is_hopper(device)
     call = Call(M, N, K, group_size, dtype, device, has_zeros, has_bias)
-    choice: tiles_wgmma.Choice = "decode"
-    if M > w4a16_launch.ONE_TOKEN_TILE:
-        bucket = tiles_wgmma.bucket_of(M)
-        choice = tiles_wgmma.lookup(gpu, N, K, bucket, call.weights, hopper=hopper)
-    return w4a16_launch.plan(w4a16_launch.tile_of(choice, call), call)
+    return w4a16_launch.plan(w4a16_launch.chosen(call), call)
 
 
 def _launch_w4a16_gemm(x: Tensor, *given: Any) -> Tensor:

@@ -182,7 +182,7 @@ class OneProduct:
 def plan_rows(
     kernel: launcher.Launcher,
     tile: DecodeTile | RingTile,
-    token_tiles: int,
+    warp_tiles: tuple[int, int],
     call: Call,
     named: Callable[[bool], dict[str, int | bool]],
 ) -> OneProduct:
@@ -191,19 +191,19 @@ def plan_rows(
     Args:
         kernel: launches it.
         tile: how to cut the rows.
-        token_tiles: of 8 tokens each.
+        warp_tiles: a warp's of 16 rows, and of 8 tokens.
         call: what to prepare for.
         named: makes the constants that follow from tile and shape; takes whether the card has
             programmatic dependent launch.
     """
-    row_tiles = min(tile.row_tiles, call.N // 16)
+    row_tiles, token_tiles = warp_tiles
     rows = 16 * row_tiles * tile.row_warps
     programs = -(-call.N // rows)
 
     def constants() -> tuple[launcher.Constants, launcher.Constants]:
         pdl = launcher.is_hopper(call.device)
         given = {"HAS_ZEROS": call.has_zeros, "HAS_BIAS": call.has_bias}
-        cut = {"ELEMENT": ELEMENT[call.dtype], "ROW_TILES": row_tiles}
+        cut = {"ELEMENT": ELEMENT[call.dtype]}
         options = {"num_warps": tile.num_warps, "maxnreg": tile.registers or None}
         return named(pdl) | given | cut, options | launcher.PDL_OPTIONS[pdl]
 

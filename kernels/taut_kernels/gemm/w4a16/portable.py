@@ -1,13 +1,16 @@
-"""The kernel of `taut::w4a16_gemm` for many tokens: weights in registers, operand A of `wgmma`.
+"""The portable kernel of `taut::w4a16_gemm` for more than 16 tokens, in plain Triton.
+
+The only one on cards without `wgmma`. On a card with it the kernels of :mod:`.rule` are faster on
+every shape measured; it is left with layers too narrow or too short for those.
 
 Maths     as :mod:`.op`
 Numerics  (q - z) · s is rounded once to the dtype of ``x`` before the product (the decode kernel
           does not); products accumulate in fp32 over all of K. For one tile, the same bits from run
           to run: splits are added in a fixed order.
 Limits    as :mod:`.op`; (q - z) · s must be finite in the dtype of ``x``
-Source    Weights as the 64-row register operand of `wgmma`, tokens as its columns, so that few
-          tokens do not pad to 64: the idea of Triton's MXFP4 kernels for Hopper
-          (triton-lang/triton, PR 6833). The rest is ours.
+Source    Weights as the 64-row register operand of `wgmma` (`mma.sync` elsewhere), tokens as its
+          columns, so that few tokens do not pad to 64: the idea of Triton's MXFP4 kernels for
+          Hopper (triton-lang/triton, PR 6833). The rest is ours.
 """
 
 from __future__ import annotations
@@ -40,15 +43,12 @@ def launch_constants(
         "K": K,
         "GROUP_SIZE": group_size,
         "BLOCK_M": tile.block_m,
-        "REPS": tile.row_reps,
         "CHUNKS_PER_STEP": 1 if (K // 64) % 2 else tile.chunks_per_step,
         "SPLIT_K": tile.split_k,
         "REORDERED": tile.reordered,
         "EARLY_WAIT": tile.early_wait and hopper,
-        "AHEAD": tile.ahead,
         "PDL": hopper,
         "WARPS": tile.num_warps,
-        "STAGES": tile.num_stages,
     }
 
 

@@ -30,22 +30,21 @@ from taut_kernels.gemm.w4a16.zeros_jit import every_element, lane_axis, lane_poi
 
 @triton.jit
 def convert_words(
-    words,  # [tiles · 128] int32
+    words,  # [WARPS · 128] int32
     quads,  # likewise: words of two scales, the quad of each lane's rows
-    zeros,  # as of zero_pointers: the quad's zero points; unused without HAS_ZEROS
-    index,  # [tiles · 128] int32: the chunk's group within the quad
+    zeros,  # [WARPS · 32, 1]: the quad's zero points of each lane; unused without HAS_ZEROS
+    index,  # [WARPS · 128] int32: the chunk's group within the quad
     ELEMENT: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
     SAME_GROUP: tl.constexpr,
-    REPS: tl.constexpr,
     WARPS: tl.constexpr,
 ):
-    """Convert one chunk of REPS · WARPS row tiles to [REPS, WARPS, g, t, j, b, r, i, h]."""
+    """Convert one chunk of a row tile a warp to [WARPS, g, t, j, b, r, i, h]."""
     asm: tl.constexpr = convert_ptx(ELEMENT, HAS_ZEROS, SAME_GROUP)
     constraints: tl.constexpr = convert_constraints(HAS_ZEROS)
     operands = (words, quads)
     if HAS_ZEROS:
-        operands = operands + (every_element(zeros) if REPS == 1 else zeros,)
+        operands = operands + (every_element(zeros),)
     operands = operands + (index,)
     if ELEMENT == "bf16":
         o = tl.inline_asm_elementwise(
@@ -86,32 +85,15 @@ def convert_words(
     # Each join adds the innermost axis: r, then i, then h.
     first = tl.join(tl.join(o[0], o[1]), tl.join(o[2], o[3]))
     second = tl.join(tl.join(o[4], o[5]), tl.join(o[6], o[7]))
-    return tl.reshape(tl.join(first, second), (REPS, WARPS, 8, 4, 2, 2, 2, 2, 2))
+    return tl.reshape(tl.join(first, second), (WARPS, 8, 4, 2, 2, 2, 2, 2))
 
 
 @triton.jit
-def zero_pointers(
-    zeros_ptr,
-    tile,  # of each element of the words
-    lane_element,  # likewise: which of the tile's words
-    first_tile,
-    N,
-    QUADS: tl.constexpr,
-    REPS: tl.constexpr,
-    WARPS: tl.constexpr,
-):
-    """Return pointers to each lane's zero points of the first quad: [WARPS · 32, 1] int32.
-
-    Where a warp has several row tiles [tiles · 128], a pointer for every word: a lane's words are
-    no longer neighbours in a reshaped tensor, since Triton counts row tiles before columns there.
-    """
-    if REPS == 1:
-        lane = lane_axis(WARPS)
-        zero_tile = tl.minimum(first_tile + lane // 32, N // 16 - 1)
-        zero_ptrs = lane_pointers(zeros_ptr, zero_tile * QUADS, lane)
-    else:
-        zero_ptrs = zeros_ptr + (tile * (QUADS * 8) + lane_element // 16)
-    return zero_ptrs
+def zero_pointers(zeros_ptr, first_tile, N, QUADS: tl.constexpr, WARPS: tl.constexpr):
+    """Return pointers to each lane's zero points of the first quad: [WARPS · 32, 1] int32."""
+    lane = lane_axis(WARPS)
+    zero_tile = tl.minimum(first_tile + lane // 32, N // 16 - 1)
+    return lane_pointers(zeros_ptr, zero_tile * QUADS, lane)
 
 
 @triton.jit
@@ -150,6 +132,8 @@ def reorder_kernel(
     tl.store(out_ptr + row * K + position, value, mask=mask)
 
 
+STAGES: tl.constexpr = tl.constexpr(3)
+"""Depth of the software pipeline."""
 PREFETCH_CHUNKS: tl.constexpr = tl.constexpr(4)
 """Chunks brought into L2 before the activations are there: two steps, 2 KB a row tile."""
 
@@ -165,21 +149,6 @@ def _prefetch(ptrs):
         is_pure=False,
         pack=4,
     )
-
-
-@triton.jit
-def _shifted(queue):
-    """Return the queue without its head, each entry made anew by an empty instruction.
-
-    The pipeliner gives up on a loop that hands a value on unchanged ("distance > 1").
-    """
-    rest = ()
-    for i in tl.static_range(1, len(queue)):
-        entry = tl.inline_asm_elementwise(
-            "", "=r,0", (queue[i],), dtype=tl.int32, is_pure=True, pack=1
-        )
-        rest = rest + (entry,)
-    return rest
 
 
 @triton.jit
@@ -224,11 +193,6 @@ def _columns(WIDTH: tl.constexpr, REORDERED: tl.constexpr):
 
 
 @triton.jit
-def _load_words(word_ptrs, chunk, mask):
-    return tl.load(word_ptrs + chunk * 128, mask=mask, other=0, eviction_policy="evict_first")
-
-
-@triton.jit
 def _load_quads(quad_ptrs, zero_ptrs, quad, HAS_ZEROS: tl.constexpr):
     """Load a quad's scales and its zero points; the scales again where there are none."""
     quads = tl.load(quad_ptrs + quad * 32)
@@ -245,14 +209,14 @@ def _used(acc):
 
 @triton.jit
 def _rows_of(words, quads, zeros, chunk, GROUP_SIZE: tl.constexpr, ELEMENT: tl.constexpr,
-             HAS_ZEROS: tl.constexpr, REPS: tl.constexpr, WARPS: tl.constexpr):  # fmt: skip
+             HAS_ZEROS: tl.constexpr, WARPS: tl.constexpr):  # fmt: skip
     """Convert a chunk to [rows, 64]."""
-    index = group_index(chunk, GROUP_SIZE, REPS * WARPS * 128)
+    index = group_index(chunk, GROUP_SIZE, WARPS * 128)
     same: tl.constexpr = GROUP_SIZE != 32
-    part = convert_words(words, quads, zeros, index, ELEMENT, HAS_ZEROS, same, REPS, WARPS)
-    # rep, warp, r, g are the row; h, i, j, t, b the position along K.
-    part = tl.permute(part, (0, 1, 6, 2, 8, 7, 4, 3, 5))
-    return tl.reshape(part, (REPS * WARPS * 16, 64))
+    part = convert_words(words, quads, zeros, index, ELEMENT, HAS_ZEROS, same, WARPS)
+    # warp, r, g are the row; h, i, j, t, b the position along K.
+    part = tl.permute(part, (0, 5, 1, 7, 6, 3, 2, 4))
+    return tl.reshape(part, (WARPS * 16, 64))
 
 
 @triton.jit
@@ -271,15 +235,12 @@ def w4a16_wgmma_kernel(
     M, N, stride_xm, K: tl.constexpr, GROUP_SIZE: tl.constexpr, HAS_ZEROS: tl.constexpr,
     HAS_BIAS: tl.constexpr, ELEMENT: tl.constexpr,
     BLOCK_M: tl.constexpr,  # tokens a program
-    REPS: tl.constexpr,  # 16-row tiles a warp
     CHUNKS_PER_STEP: tl.constexpr,  # 1 or 2 chunks of 64 K indices
     SPLIT_K: tl.constexpr,
     REORDERED: tl.constexpr,
     EARLY_WAIT: tl.constexpr,
-    AHEAD: tl.constexpr,  # steps of weights in registers; 0: in shared memory, as activations
     PDL: tl.constexpr,  # start before the kernel in front has ended (sm_90)
-    WARPS: tl.constexpr,
-    STAGES: tl.constexpr,
+    WARPS: tl.constexpr,  # a 16-row tile each
 ):  # fmt: skip
     """Operands as of :func:`.ring_kernel.w4a16_wgmma_ring_kernel`.
 
@@ -287,15 +248,14 @@ def w4a16_wgmma_kernel(
     """
     CHUNKS: tl.constexpr = K // 64
     QUADS: tl.constexpr = (K // GROUP_SIZE + 3) // 4 if GROUP_SIZE else 1
-    TILES: tl.constexpr = REPS * WARPS
-    ROWS: tl.constexpr = TILES * 16
+    ROWS: tl.constexpr = WARPS * 16
 
     if PDL:
         gdc_launch_dependents()
     pid, split, pid_m = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    element = tl.arange(0, TILES * 128)
+    element = tl.arange(0, WARPS * 128)
     # A program's spare row tiles repeat the last one; what they compute is not stored.
-    tile = tl.minimum(pid * TILES + element // 128, N // 16 - 1)
+    tile = tl.minimum(pid * WARPS + element // 128, N // 16 - 1)
     lane_element = element % 128
     word_offsets = tile * (CHUNKS * 128) + lane_element
     word_ptrs = qweight_ptr + tl.max_contiguous(tl.multiple_of(word_offsets, 4), 4)
@@ -304,7 +264,7 @@ def w4a16_wgmma_kernel(
     quad_ptrs = scales_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + quad_offsets
     zero_ptrs = quad_ptrs
     if HAS_ZEROS:
-        zero_ptrs = zero_pointers(zeros_ptr, tile, lane_element, pid * TILES, N, QUADS, REPS, WARPS)
+        zero_ptrs = zero_pointers(zeros_ptr, pid * WARPS, N, QUADS, WARPS)
 
     column = _columns(64 * CHUNKS_PER_STEP, REORDERED)
     token = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -320,14 +280,9 @@ def w4a16_wgmma_kernel(
     if GROUP_SIZE:
         quad = tl.minimum(first * (64 * CHUNKS_PER_STEP) // GROUP_SIZE // 4, QUADS - 1)
     quads, zeros = _load_quads(quad_ptrs, zero_ptrs, quad, HAS_ZEROS)
-    queue = ()
-    for c in tl.static_range(AHEAD * CHUNKS_PER_STEP):
-        mask = first + c // CHUNKS_PER_STEP < last
-        queue = queue + (_load_words(word_ptrs, first * CHUNKS_PER_STEP + c, mask),)
     if PDL:
-        if AHEAD == 0:
-            for c in tl.static_range(PREFETCH_CHUNKS):
-                _prefetch(word_ptrs + (first * CHUNKS_PER_STEP + c) * 128)
+        for c in tl.static_range(PREFETCH_CHUNKS):
+            _prefetch(word_ptrs + (first * CHUNKS_PER_STEP + c) * 128)
         # The first weights, which nobody writes while serving, are on their way: now wait for the
         # kernel that makes the activations (and the one that used arrivals and partial before).
         gdc_wait()
@@ -345,21 +300,14 @@ def w4a16_wgmma_kernel(
                 next_zeros = tl.load(zero_ptrs + quad * 8)
         parts = ()
         for c in tl.static_range(CHUNKS_PER_STEP):
-            if AHEAD:
-                words = queue[0]
-                ahead = chunk + AHEAD * CHUNKS_PER_STEP + c
-                queue = _shifted(queue) + (_load_words(word_ptrs, ahead, step + AHEAD < last),)
-            else:
-                words = tl.load(word_ptrs + (chunk + c) * 128, eviction_policy="evict_first")
+            words = tl.load(word_ptrs + (chunk + c) * 128, eviction_policy="evict_first")
             if EARLY_WAIT:
                 # The products of the step before still read the registers that the conversion is
                 # about to write, and Triton 3.6 and 3.9 do not wait for them (README).
                 words = tl.inline_asm_elementwise(
                     WAIT_PTX, WAIT_CONSTRAINTS, (words,), dtype=tl.int32, is_pure=False, pack=4
                 )
-            part = _rows_of(
-                words, quads, zeros, chunk + c, GROUP_SIZE, ELEMENT, HAS_ZEROS, REPS, WARPS
-            )
+            part = _rows_of(words, quads, zeros, chunk + c, GROUP_SIZE, ELEMENT, HAS_ZEROS, WARPS)
             parts = parts + (part,)
         weight = _side_by_side(parts, ROWS)
         acc = tl.dot(weight, x.T, acc)

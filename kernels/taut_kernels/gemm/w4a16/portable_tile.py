@@ -1,7 +1,4 @@
-"""How the `wgmma` kernel is cut up: a tile.
-
-Its measured tiles stand in the tables of :mod:`.lookup`.
-"""
+"""How the portable kernel is cut up: a tile, as :func:`.lookup.plain_rule` chooses it."""
 
 from __future__ import annotations
 
@@ -14,41 +11,31 @@ class WgmmaTile:
 
     Args:
         block_m: tokens a program, 16..256, a power of two.
-        row_reps: tiles of 16 output rows a warp, 1 or 2.
-        num_warps: 4 or 8; four make a warp group.
+        num_warps: 4 or 8, of a tile of 16 output rows each; four make a warp group.
         chunks_per_step: chunks of 64 K indices a pass of the loop, 1 or 2 (1 where K/64 is odd).
         split_k: programs along K; more than one adds a last-program reduction.
-        num_stages: depth of the software pipeline, ≥ 2.
         reordered: bring the activations into fragment order first, in a launch of its own; else
             each program gathers pairs of columns.
         early_wait: wait for the products of a step before converting the next one's weights, not
             right after issuing them.
-        ahead: steps of weights on their way in registers, 0..4; 0 lets them wait in shared memory
-            with the activations.
 
     Raises:
         ValueError: a field is out of its range.
     """
 
     block_m: int
-    row_reps: int
     num_warps: int
     chunks_per_step: int
     split_k: int
-    num_stages: int
     reordered: bool
     early_wait: bool
-    ahead: int = 0
 
     def __post_init__(self) -> None:
         allowed: dict[str, tuple[int, ...]] = {
             "block_m": (16, 32, 64, 128, 256),
-            "row_reps": (1, 2),
             "num_warps": (4, 8),
             "chunks_per_step": (1, 2),
             "split_k": tuple(range(1, 17)),
-            "num_stages": (2, 3, 4, 5, 6),
-            "ahead": (0, 1, 2, 3, 4),
         }
         for field, values in allowed.items():
             if getattr(self, field) not in values:
@@ -57,9 +44,9 @@ class WgmmaTile:
     def __str__(self) -> str:
         cut = f"{self.block_m}x{self.rows}x{64 * self.chunks_per_step}/{self.num_warps}w"
         flags = "r" * self.reordered + "e" * self.early_wait
-        return f"{cut}/{self.num_stages}s/a{self.ahead}/k{self.split_k}{flags}"
+        return f"{cut}/k{self.split_k}{flags}"
 
     @property
     def rows(self) -> int:
         """Output rows a program."""
-        return 16 * self.row_reps * self.num_warps
+        return 16 * self.num_warps

@@ -19,7 +19,7 @@ from taut_kernels.gemm.w4a16.decode_ring_ptx import (
     ring_convert_ptx,
     ring_multiply_ptx,
 )
-from taut_kernels.gemm.w4a16.ring_zeros_jit import zero_offsets
+from taut_kernels.gemm.w4a16.quads_jit import zero_offsets
 from taut_kernels.hopper.copies import copy
 
 
@@ -48,10 +48,7 @@ def copy_stage(
         copy(slots[0], ptrs, cache_modifier=".cg")
     if GROUP_SIZE:
         COLUMNS: gl.constexpr = GROUP_SIZE * 4 if QUADS else GROUP_SIZE
-        if STEP_CHUNKS * 64 % COLUMNS:
-            line = scales[1] + step * (STEP_CHUNKS * 64) // COLUMNS
-        else:
-            line = scales[1] + step * (STEP_CHUNKS * 64 // COLUMNS)
+        line = scales[1] + step * (STEP_CHUNKS * 64 // COLUMNS)
         offset = line * 32 if QUADS else (line // 4) * 32 + line % 4
         if MASKED:
             # A quad's groups beyond K are zeros (taut_kernels.gemm.w4a16.layout).

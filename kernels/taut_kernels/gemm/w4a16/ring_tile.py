@@ -28,7 +28,8 @@ class WgmmaRingTile:
         group_tiles: tiles of 64 output rows a warp group, 1 or 2; with 2 one is converted while
             the other is multiplied.
         warp_groups: of a program beside each other along N, 1, 2 or 4; they share activations.
-        chunks_per_step: chunks of 64 K indices between two barriers, 1, 2 or 4.
+        chunks_per_step: chunks of 64 K indices between two barriers, 2 or 4, a whole number of
+            groups; with ``tma`` 1, too.
         split_k: programs along K, 1..16; more than one adds a last-program reduction.
         stages: steps the ring holds, 3..12; one is always being given back.
         registers: most a thread may have; 0 leaves it to ptxas.
@@ -61,7 +62,7 @@ class WgmmaRingTile:
             "block_m": (16, 32, 64, 128, 256) + (UNEVEN_BLOCKS if self.tma else ()),
             "group_tiles": (1, 2),
             "warp_groups": (1, 2, 4),
-            "chunks_per_step": (1, 2, 4),
+            "chunks_per_step": (1, 2, 4) if self.tma else (2, 4),
             "split_k": tuple(range(1, 17)),
             "stages": tuple(range(3, 13)),
             "parts": (1, 2, 4),

@@ -33,10 +33,12 @@ class GuardSettings(Section):
     ``max_answer_tokens`` of an answer, behind a prompt that leaves room within ``max_tokens``.
     The means of clipped KL, of disagreement and of faults may exceed the baseline's own noise by
     their ``max_…_excess``; ``alpha`` is the probability that harmless variants ever alarm.
+    All of it costs at most ``max_cpu_share`` of the gateway's other CPU time; None has no bound.
     ``max_slowdown`` bounds the median of the variant's reading time over the baseline's.
     """
 
     sample: Fraction = 0.02
+    max_cpu_share: Fraction | None = 0.1
     top_k: Annotated[int, Field(ge=1, le=20)] = 5
     max_tokens: Annotated[int, Field(ge=16, le=131_072)] = 2048
     max_answer_tokens: Count = 256

@@ -18,7 +18,7 @@ import random
 from typing import Any
 
 from taut_service.config.settings import KubernetesDiscovery
-from taut_service.worker.discovery.api_server import ApiServer, ApiStatusError
+from taut_service.kubernetes.api_server import ApiServer, ApiStatusError
 from taut_service.worker.discovery.endpoint_slices import SliceSet
 from taut_service.worker.discovery.watch import Apply, DiscoveryState
 from taut_service.worker.upstream_errors import UpstreamError

@@ -46,6 +46,12 @@ class ApiServer:
 
     Args:
         settings: where the server is and where the service account's files are.
+
+    Raises:
+        ApiStatusError: from every request: the status is not 200, or 201 where an object is made.
+        UpstreamError: likewise: the connection failed or broke.
+        OSError: likewise: a file of the service account cannot be read.
+        ValueError: likewise: the answer is not JSON, or it or a line of it is too long.
     """
 
     def __init__(self, settings: KubernetesApi) -> None:
@@ -61,12 +67,6 @@ class ApiServer:
 
         Args:
             path: with query.
-
-        Raises:
-            ApiStatusError: the status is not 200.
-            UpstreamError: the connection failed or broke.
-            OSError: a file of the service account cannot be read.
-            ValueError: the answer is not JSON, or too long.
         """
         async with self._answer(path, ANSWER_S) as connection:
             return await _document(connection)
@@ -77,12 +77,6 @@ class ApiServer:
         Args:
             path: of the collection.
             document: the object.
-
-        Raises:
-            ApiStatusError: the status is not 201.
-            UpstreamError: the connection failed or broke.
-            OSError: a file of the service account cannot be read.
-            ValueError: the answer is not JSON, or too long.
         """
         body = json.dumps(document, allow_nan=False).encode()
         async with self._answer(path, ANSWER_S, body) as connection:
@@ -93,12 +87,6 @@ class ApiServer:
 
         Args:
             path: with query.
-
-        Raises:
-            ApiStatusError: the status is not 200.
-            UpstreamError: the connection failed or broke.
-            OSError: a file of the service account cannot be read.
-            ValueError: a line is too long.
         """
         rest = b""
         async with self._answer(path, self.watch_s + WATCH_SLACK_S) as connection:

@@ -1,0 +1,1 @@
+"""What discovery and rollouts both need of Kubernetes."""
