@@ -110,6 +110,7 @@ async def _complete(client: httpx.AsyncClient, target: Target, load: Load, index
         "max_tokens": load.tokens,
         "temperature": 0,
         "ignore_eos": True,
+        "min_tokens": load.tokens,  # for servers that do not know ignore_eos, such as llama.cpp's
     }
     try:
         response = await client.post(f"{target.url}/v1/completions", json=body)
@@ -121,6 +122,7 @@ async def _complete(client: httpx.AsyncClient, target: Target, load: Load, index
     if answered != load.tokens:
         raise WorkerError(
             f"{target.url}: answered {answered} of {load.tokens} tokens, so its rate does not "
-            "compare with others (it may not know ignore_eos); ask for fewer with --tokens"
+            "compare with others (it knows neither ignore_eos nor min_tokens); "
+            "ask for fewer with --tokens"
         )
     return answered
