@@ -65,8 +65,6 @@ _MEASURING = "taut_kernels.tuner.timing"
 """Measures copies; its kernel belongs to no op."""
 Launch = tuple[Any, dict[str, Any], Any]
 """A kernel, the constants it is compiled with, and the tile it is launched for."""
-
-
 Shape = tuple[int, int]
 """N and K."""
 

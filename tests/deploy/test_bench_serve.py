@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import csv
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
-from taut_deploy.bench import serve, serve_report
+from taut_deploy.bench import serve, serve_report, server_cpu
 from taut_deploy.bench.serve import Throughput
 from taut_deploy.cli import app
 from taut_deploy.errors import TautError
 
 
 @contextmanager
-def server(asked: list[str], name: str, status: int = 200) -> Iterator[str]:
+def server(asked: list[str], name: str, status: int = 200, most: int = 1000) -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             asked.append(name)
-            answer = json.dumps({"usage": {"completion_tokens": body["max_tokens"]}}).encode()
+            tokens = min(most, max(body["max_tokens"], body["min_tokens"]))
+            answer = json.dumps({"usage": {"completion_tokens": tokens}}).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(answer)))
             self.end_headers()
@@ -92,16 +96,18 @@ def test_ratios_are_over_the_first_server_at_as_many_requests() -> None:
         for label, median in zip(("stock", "ours"), pair, strict=True)
     ]
     text = serve_report.markdown(rows, {"CPU": "2 x test"})
-    assert "| ours | 1 | 15.0 (15.0 to 15.0) | 15.0 to 15.0 | 1.50 |" in text
-    assert "| ours | 4 | 20.0 (20.0 to 20.0) | 20.0 to 20.0 | 0.50 |" in text
+    assert "| ours | 1 | 15.0 (15.0 to 15.0) | 15.0 to 15.0 | 1.50 | – |" in text
+    assert "| ours | 4 | 20.0 (20.0 to 20.0) | 20.0 to 20.0 | 0.50 | – |" in text
     assert text.startswith("Measured with CPU 2 x test; 8 tokens an answer, 1 rounds in turn.")
 
 
 def test_fifths_of_rounds() -> None:
     load = serve.Load(1, 6, 8)
-    found = serve._summary("a", load, [6.0, 1.0, 3.0, 2.0, 5.0, 4.0])
+    found = serve._summary("a", load, [6.0, 1.0, 3.0, 2.0, 5.0, 4.0], [9.0, 7.0, 8.0])
     assert (found.lowest, found.p20, found.median, found.p80, found.highest) == (1, 2, 3.5, 5, 6)
-    alone = serve._summary("a", load, [7.0])
+    assert found.cpu_ms == 8.0
+    alone = serve._summary("a", load, [7.0], [])
+    assert alone.cpu_ms is None
     assert {alone.lowest, alone.p20, alone.median, alone.p80, alone.highest} == {7.0}
 
 
@@ -144,3 +150,57 @@ def test_a_machine_without_a_card_says_so(monkeypatch: pytest.MonkeyPatch, tmp_p
     fake.chmod(0o755)
     facts = serve_report.describe_host()
     assert (facts["GPU"], facts["driver"]) == ("NVIDIA H200", "580.159.04")
+
+
+def test_a_server_that_ends_before_its_tokens_is_refused() -> None:
+    with server([], "a", most=5) as a:
+        code, out = run("--target", f"a={a}=m", "--rounds", "1", "--tokens", "8")
+    assert (code, "answered 5 of 8 tokens" in out, "--tokens" in out) == (2, True, True)
+
+
+_BUSY = """
+import http.server, json, subprocess, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        child.stdin.write(b"\\n"); child.stdin.flush(); child.stdout.readline()
+        answer = json.dumps({"usage": {"completion_tokens": 4}}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+    def log_message(self, *_): pass
+WORK = '''
+import sys, time
+for line in sys.stdin:
+    end = time.process_time() + 0.4
+    while time.process_time() < end: pass
+    print("done", flush=True)
+'''
+child = subprocess.Popen([sys.executable, "-c", WORK], stdin=-1, stdout=-1)
+server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+print(server.server_port, flush=True)
+server.serve_forever()
+"""
+
+
+def test_the_cpu_time_of_a_token_counts_a_server_s_children() -> None:
+    """A child burns 400 ms an answer of 4 tokens: 100 ms a token, read to 10 ms a process."""
+    with subprocess.Popen([sys.executable, "-c", _BUSY], stdout=subprocess.PIPE, text=True) as busy:
+        try:
+            assert busy.stdout is not None
+            url = f"http://localhost:{int(busy.stdout.readline())}"
+            arguments = ("--concurrency", "1", "--rounds", "1", "--tokens", "4", "--json")
+            code, out = run("--target", f"a={url}=m", *arguments)
+        finally:
+            for process in psutil.Process(busy.pid).children():
+                process.kill()
+            busy.kill()
+    assert code == 0
+    assert 95 < json.loads(out)[0]["cpu_ms"] < 130
+
+
+def test_a_server_elsewhere_has_no_cpu_time_here() -> None:
+    assert server_cpu.server_at("http://192.0.2.7:8000") is None
+    assert server_cpu.server_at("http://127.0.0.1:1") is None
+    assert server_cpu.spent_between({}, server_cpu.cpu_times_of(None)) is None

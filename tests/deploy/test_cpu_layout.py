@@ -51,31 +51,17 @@ def test_a_machine_that_describes_nothing_has_a_core_a_cpu(tmp_path):
     assert cores_here({3, 5}, tmp_path, tmp_path / "cpu.max") == Cores(2, 1)
 
 
-def test_one_process_computes_on_all_of_few_cores_and_waits_asleep():
-    assert environment_of((), {}, TWO) == {
+@pytest.mark.parametrize(("count", "threads"), [(1, "1"), (2, "1"), (4, "3"), (16, "15")])
+def test_one_process_computes_and_a_core_is_left_to_the_others(count, threads):
+    assert environment_of((), {}, Cores(count, 1)) == {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "OMP_NUM_THREADS": "2",
-        "OMP_WAIT_POLICY": "PASSIVE",
+        "OMP_NUM_THREADS": threads,
     }
 
 
-def test_of_many_cores_one_is_left_to_the_other_processes():
-    assert environment_of((), {}, Cores(16, 1)) == {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "OMP_NUM_THREADS": "15",
-    }
-
-
-@pytest.mark.parametrize(
-    ("environment", "added"),
-    [
-        ({"OMP_NUM_THREADS": "1"}, {"OMP_WAIT_POLICY": "PASSIVE"}),
-        ({"OMP_WAIT_POLICY": "active"}, {"OMP_NUM_THREADS": "2"}),
-        ({"GOMP_SPINCOUNT": "7"}, {"OMP_NUM_THREADS": "2"}),
-    ],
-)
-def test_what_was_said_of_openmp_stays(environment, added):
-    assert environment_of((), environment, TWO) == {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} | added
+def test_threads_that_were_asked_for_stay():
+    found = environment_of((), {"OMP_NUM_THREADS": "2"}, TWO)
+    assert found == {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
 @pytest.mark.parametrize(
@@ -93,9 +79,9 @@ def test_ranks_nodes_and_a_chosen_layout_keep_vllm_s_own(extra, environment, cor
     assert environment_of(extra, environment, cores) == {}
 
 
-@pytest.mark.parametrize(("platform", "added"), [("cpu", {"OMP_NUM_THREADS": "2"}), ("cuda", {})])
+@pytest.mark.parametrize(("platform", "added"), [("cpu", {"OMP_NUM_THREADS": "1"}), ("cuda", {})])
 def test_only_a_worker_on_a_cpu_is_told(monkeypatch, platform, added):
-    for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "VLLM_CPU_OMP_THREADS_BIND"):
+    for name in ("OMP_NUM_THREADS", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_OMP_THREADS_BIND"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TAUT_KERNELS", "off")
     monkeypatch.setattr(cpu_layout, "cores_here", lambda: TWO)

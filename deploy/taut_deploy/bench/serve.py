@@ -2,7 +2,8 @@
 
 The same requests go to every target in turn (A B A B …), so that a drift of the machine hits all
 of them; the median over rounds is reported with its range and fifths. Output length is fixed
-(``ignore_eos``), so tokens are comparable.
+(``ignore_eos``), so tokens are comparable: a server that ends earlier all the same is refused. Of
+servers on this machine the CPU time of a token is reported too, which a busy machine moves less.
 """
 
 import asyncio
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 
 import httpx
 
+from taut_deploy.bench.server_cpu import cpu_times_of, server_at, spent_between
 from taut_deploy.errors import WorkerError
 
 _PROMPT = "Write down everything you know about the history of the printing press."
@@ -37,7 +39,11 @@ class Load:
 
 @dataclass(frozen=True)
 class Throughput:
-    """Result for one target: generated tokens per second over rounds, and how they spread."""
+    """Result for one target: generated tokens per second over rounds, and how they spread.
+
+    ``cpu_ms`` is the CPU time of a token in milliseconds, the median over rounds; None where the
+    server does not run here.
+    """
 
     label: str
     concurrency: int
@@ -48,6 +54,7 @@ class Throughput:
     p20: float
     p80: float
     rounds: int
+    cpu_ms: float | None = None
 
 
 def measure(targets: list[Target], load: Load, api_key: str | None = None) -> list[Throughput]:
@@ -65,19 +72,27 @@ async def _measure(targets: list[Target], load: Load, api_key: str | None) -> li
     async with httpx.AsyncClient(timeout=600, headers=headers, limits=limits) as client:
         for target in targets:
             await _round(client, target, load)  # warm-up: compilation, caches, connections
+        servers = {target.label: server_at(target.url) for target in targets}
         rates: dict[str, list[float]] = {target.label: [] for target in targets}
+        spent: dict[str, list[float]] = {target.label: [] for target in targets}
         for _ in range(load.rounds):
             for target in targets:
+                before = cpu_times_of(servers[target.label])
                 rates[target.label].append(await _round(client, target, load))
-    return [_summary(label, load, found) for label, found in rates.items()]
+                seconds = spent_between(before, cpu_times_of(servers[target.label]))
+                if seconds is not None:
+                    tokens = load.concurrency * load.tokens
+                    spent[target.label].append(1000 * seconds / tokens)
+    return [_summary(label, load, found, spent[label]) for label, found in rates.items()]
 
 
-def _summary(label: str, load: Load, found: list[float]) -> Throughput:
+def _summary(label: str, load: Load, found: list[float], cpu_ms: list[float]) -> Throughput:
     median, lowest, highest = statistics.median(found), min(found), max(found)
     # One round has no fifths.
     fifths = statistics.quantiles(found, n=5, method="inclusive") if len(found) > 1 else found * 4
     spread = (lowest, highest, fifths[0], fifths[3])
-    return Throughput(label, load.concurrency, load.tokens, median, *spread, len(found))
+    cost = statistics.median(cpu_ms) if cpu_ms else None
+    return Throughput(label, load.concurrency, load.tokens, median, *spread, len(found), cost)
 
 
 async def _round(client: httpx.AsyncClient, target: Target, load: Load) -> float:
@@ -95,6 +110,7 @@ async def _complete(client: httpx.AsyncClient, target: Target, load: Load, index
         "max_tokens": load.tokens,
         "temperature": 0,
         "ignore_eos": True,
+        "min_tokens": load.tokens,  # for servers that do not know ignore_eos, such as llama.cpp's
     }
     try:
         response = await client.post(f"{target.url}/v1/completions", json=body)
@@ -102,4 +118,11 @@ async def _complete(client: httpx.AsyncClient, target: Target, load: Load, index
         raise WorkerError(f"{target.url}: cannot be reached ({type(error).__name__})") from error
     if response.status_code != httpx.codes.OK:
         raise WorkerError(f"{target.url}: answered {response.status_code}: {response.text[:200]}")
-    return int(response.json()["usage"]["completion_tokens"])
+    answered = int(response.json()["usage"]["completion_tokens"])
+    if answered != load.tokens:
+        raise WorkerError(
+            f"{target.url}: answered {answered} of {load.tokens} tokens, so its rate does not "
+            "compare with others (it knows neither ignore_eos nor min_tokens); "
+            "ask for fewer with --tokens"
+        )
+    return answered

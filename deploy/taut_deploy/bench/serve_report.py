@@ -51,15 +51,18 @@ def markdown(rows: Sequence[Throughput], facts: Mapping[str, str]) -> str:
     lines = [
         f"Measured with {', '.join(f'{name} {value}' for name, value in facts.items())}; {asked}.",
         "",
-        "| server | at once | tokens/s, median (range) | p20 to p80 | ratio |",
-        "|---|---|---|---|---|",
+        "| server | at once | tokens/s, median (range) | p20 to p80 | ratio | CPU-ms a token |",
+        "|---|---|---|---|---|---|",
     ]
     first = {row.concurrency: row.median for row in rows if row.label == rows[0].label}
     for row in rows:
         spread = f"{row.median:.1f} ({row.lowest:.1f} to {row.highest:.1f})"
         middle = f"{row.p20:.1f} to {row.p80:.1f}"
         ratio = f"{row.median / first[row.concurrency]:.2f}"
-        lines.append(f"| {row.label} | {row.concurrency} | {spread} | {middle} | {ratio} |")
+        cost = "–" if row.cpu_ms is None else f"{row.cpu_ms:.1f}"
+        lines.append(
+            f"| {row.label} | {row.concurrency} | {spread} | {middle} | {ratio} | {cost} |"
+        )
     return "\n".join([*lines, ""])
 
 

@@ -134,7 +134,11 @@ def serve(
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Tokens per second of running servers, e.g. a worker with and without the gateway."""
+    """Tokens per second of running servers, and the CPU time of a token of those on this machine.
+
+    For example a worker with and without the gateway, or beside llama.cpp's server: whatever
+    answers /v1/completions as OpenAI does.
+    """
     from taut_deploy.bench import serve_report
     from taut_deploy.bench.serve import Load, Target, measure
 

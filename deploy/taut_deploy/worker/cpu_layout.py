@@ -17,10 +17,7 @@ _TOPOLOGY = Path("/sys/devices/system")
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _ONE_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
 _BINDING = "VLLM_CPU_OMP_THREADS_BIND"
-_WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 _EXECUTOR_FLAGS = (*PARALLEL_FLAGS, "--distributed-executor-backend", "--nnodes", "-n")
-# With more, vLLM's other processes get one of them, and threads may wait awake.
-_FEW_CORES = 4
 
 
 @dataclass(frozen=True)
@@ -76,13 +73,10 @@ def environment_of(
     if is_chosen or cores.nodes > 1 or names_one_of(extra, _EXECUTOR_FLAGS):
         return {}
     added = {_ONE_PROCESS: "0"}
-    is_small = cores.count <= _FEW_CORES
     if not environment.get("OMP_NUM_THREADS"):
-        added["OMP_NUM_THREADS"] = str(cores.count if is_small else cores.count - 1)
-    if is_small and not any(environment.get(name) for name in _WAITING):
-        # A thread that waits awake takes the core of the one it waits for: with both cores of two
-        # busy, a step of 30 layers took 28 ms asleep, 4.3 s awake.
-        added["OMP_WAIT_POLICY"] = "PASSIVE"
+        # One core is left to the API's process and to the gateway, as vLLM leaves one: threads
+        # that wait for a thread without a core multiply a step's time.
+        added["OMP_NUM_THREADS"] = str(max(1, cores.count - 1))
     return added
 
 

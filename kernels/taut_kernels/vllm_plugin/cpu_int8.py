@@ -16,7 +16,13 @@ from vllm import _custom_ops
 from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
 from vllm.model_executor.layers.quantization.utils import replace_parameter
 
-from taut_kernels.gemm.scaled_mm.cpu_int8 import int8_product_error, is_exact, split_codes
+from taut_kernels.gemm.scaled_mm.cpu_int8 import (
+    int8_product_error,
+    is_exact,
+    multiplies_fp16,
+    pack_codes,
+    split_codes,
+)
 from taut_kernels.vllm_plugin import known_answer
 
 _TOKENS = (1, 16, 64)
@@ -43,11 +49,13 @@ def why_not_stock() -> str | None:
 
 
 def exact_way() -> str:
-    """Return how W8A8 is multiplied exactly here: ``halves`` by oneDNN, or ``fp32`` codes.
+    """Return how W8A8 is multiplied exactly here: ``halves`` by oneDNN, ``fp16`` or ``fp32`` codes.
 
-    oneDNN's int8 products without AVX-512 are slower than fp32's.
+    oneDNN's int8 products without AVX-512 are slower than those.
     """
-    return "halves" if torch.backends.cpu.get_cpu_capability().startswith("AVX512") else "fp32"
+    if torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
+        return "halves"
+    return "fp16" if multiplies_fp16() else "fp32"
 
 
 class TautCPUInt8ScaledMMLinearKernel(CPUInt8ScaledMMLinearKernel):  # type: ignore[misc]
@@ -69,7 +77,7 @@ class TautCPUInt8ScaledMMLinearKernel(CPUInt8ScaledMMLinearKernel):  # type: ign
         return supported, reason
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Prepare the layer as vLLM does, of weights in halves or, beside it, in fp32."""
+        """Prepare the layer as vLLM does, of weights in halves or, beside it, in 16 or 32 bits."""
         name = self.layer_param_names[0]
         codes = getattr(layer, name).data
         self.way, self.weight = exact_way(), None
@@ -80,8 +88,8 @@ class TautCPUInt8ScaledMMLinearKernel(CPUInt8ScaledMMLinearKernel):  # type: ign
         self.linear_method = self._apply_weights_onednn
         scale = getattr(layer, self.layer_param_names[1])
         self.weight_scale = scale.data.float().reshape(-1).expand(codes.shape[0]).contiguous()
-        if self.way == "fp32":
-            self.weight = codes.float()
+        if self.way != "halves":
+            self.weight = pack_codes(codes)
             del self.dnnl_handler
         self._check(layer, codes)
 

@@ -1,9 +1,9 @@
 """What the guard may spend: a share of the CPU time that the gateway spends on its clients.
 
 A *token bucket* in seconds of CPU time. It fills as the rest of the process works, at
-``guard.max_cpu_share`` of that, or by :data:`FLOOR` of a core where the gateway has little to do.
-A drawn answer that comes while it is empty is left out, so the sample thins itself, and whether one
-is left out does not depend on what it says.
+``guard.max_cpu_share`` of that, and by :data:`FLOOR` of a core besides, for a gateway with little
+to do. A drawn answer that comes while it is empty is left out, so the sample thins itself, and
+whether one is left out does not depend on what it says.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from collections.abc import Callable, Coroutine, Generator
 from typing import Any, TypeVar
 
 _Result = TypeVar("_Result")
-FLOOR = 0.01
-"""Of a core: an idle gateway may still compare its few answers."""
+FLOOR = 0.001
+"""Of a core: an idle gateway may still compare an answer in two seconds."""
 BURST_S = 0.01
 """CPU seconds that can be saved up: a few comparisons."""
-UNSEEN = 0.4
+UNSEEN = 0.6
 """What the steps of a comparison do not see of its time, as a share of what they do: the loop
-reads workers' answers from their sockets in callbacks of its own. Measured: 0.20 to 0.25
-(docs/findings/gateway-speed.md); the rest keeps the bound where a machine is busy."""
+reads workers' answers from their sockets in callbacks of its own. It grows with how busy the
+machine is, as clients find their caches cold: measured 0.2 to 0.6 (docs/findings/guard-cost.md)."""
 _LATELY = 0.02
-"""Weight of the newest answer in what is told of the sample: about the last hundred count."""
+"""Weight of the newest answer in means: about the last hundred count."""
 
 
 class CpuBudget:
@@ -47,26 +47,37 @@ class CpuBudget:
         self._seen = now(), process_s(), 0.0
         self.spent_s = 0.0
         """CPU time of all comparisons."""
+        self.cost_s = 0.0
+        """Of one comparison, lately."""
         self.kept = 1.0
         """Share of the drawn answers that could be afforded lately."""
 
-    def allows(self) -> bool:
-        """Whether one more answer can be afforded; ask once for each that is drawn."""
+    def allows(self, waiting: int = 0) -> bool:
+        """Whether one more answer can be afforded; ask once for each that is drawn.
+
+        Args:
+            waiting: answers that were allowed and are not yet compared.
+        """
         if self._share is None:
             return True
         at, process_s, spent_s = self._seen
         self._seen = self._now(), self._process_s(), self.spent_s
         spent = self.spent_s - spent_s
-        others = max(0.0, self._seen[1] - process_s - spent)
-        earned = max(self._share * others, FLOOR * (self._seen[0] - at))
+        # Sums of differences, not the larger of them: work comes in bursts, and would count twice.
+        others = self._seen[1] - process_s - spent
+        earned = self._share * others + FLOOR * (self._seen[0] - at)
         self._credit = min(BURST_S, self._credit + earned - spent)
-        allowed = self._credit > 0
+        allowed = self._credit > waiting * self.cost_s
         self.kept += _LATELY * (allowed - self.kept)
         return allowed
 
     async def charge(self, work: Coroutine[Any, Any, _Result]) -> _Result:
         """Do some work of the guard's and count its CPU time."""
-        result: _Result = await _Charged(work, self)
+        charged = _Charged(work, self)
+        try:
+            result: _Result = await charged
+        finally:
+            self.cost_s += _LATELY * (charged.spent_s - self.cost_s)
         return result
 
 
@@ -81,6 +92,7 @@ class _Charged:
     def __init__(self, work: Coroutine[Any, Any, Any], budget: CpuBudget) -> None:
         self._work = work
         self._budget = budget
+        self.spent_s = 0.0
 
     def __await__(self) -> Generator[Any, Any, Any]:
         step, given = self._work.send, None
@@ -91,7 +103,9 @@ class _Charged:
             except StopIteration as end:
                 return end.value
             finally:
-                self._budget.spent_s += (time.thread_time() - began) * (1 + UNSEEN)
+                spent = (time.thread_time() - began) * (1 + UNSEEN)
+                self.spent_s += spent
+                self._budget.spent_s += spent
             try:
                 given = yield waits_for
                 step = self._work.send

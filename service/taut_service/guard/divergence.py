@@ -161,15 +161,23 @@ def coarse_kl(p: Place, q: Distribution) -> float:
             shared_p += probability
             shared_q += exp(log_q)
             kl += probability * (log_p - log_q)
-    rest_p = max(LEAST_PROBABILITY, 1.0 - shared_p)
-    rest_q = max(LEAST_PROBABILITY, 1.0 - shared_q)
-    return max(0.0, kl + rest_p * math.log(rest_p / rest_q))
+    # Comparisons: calls of max() would take as long as all logarithms here.
+    rest_p, rest_q = 1.0 - shared_p, 1.0 - shared_q
+    if rest_p < LEAST_PROBABILITY:
+        rest_p = LEAST_PROBABILITY
+    if rest_q < LEAST_PROBABILITY:
+        rest_q = LEAST_PROBABILITY
+    kl += rest_p * math.log(rest_p / rest_q)
+    return kl if kl > 0.0 else 0.0
 
 
 def _top(distribution: Distribution) -> int:
-    highest = max(distribution.values())
+    logs = [*distribution.values()]
+    highest = max(logs)
+    if logs.count(highest) == 1:
+        return [*distribution][logs.index(highest)]
     # Equal ones: the smaller id, at both.
-    return min([token for token, log in distribution.items() if log == highest])
+    return min(token for token, log in distribution.items() if log == highest)
 
 
 def _is_top(token: int, distribution: Distribution) -> bool:

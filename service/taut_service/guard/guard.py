@@ -71,6 +71,7 @@ class Guard:
         self._salt = secrets.token_bytes(16)
         self._queue: asyncio.Queue[Heard] = asyncio.Queue(settings.max_queued)
         self._tasks: list[asyncio.Task[None]] = []
+        self._comparing = 0
         self._turn = 0
         self._examples = None if settings.examples is None else ExampleFiles(settings.examples)
         self._evidence: dict[Pair, tuple[str, Evidence]] = {}
@@ -112,12 +113,8 @@ class Guard:
         if model.settings.baseline is None or call.route.name not in _ROUTES:
             return
         drawn = hashlib.blake2b(call.request_id, digest_size=8, key=self._salt).digest()
-        if int.from_bytes(drawn, "big") >= self._drawn_below:
-            return
-        if self.budget.allows():
+        if int.from_bytes(drawn, "big") < self._drawn_below:
             call.tap = Tap(body, partial(self._offer, model.name))
-        else:
-            self._metrics.ended(model.name, "", "cpu_budget")
 
     def _offer(self, name: str, heard: Heard | None) -> None:
         if heard is None:
@@ -126,13 +123,19 @@ class Guard:
             self._metrics.ended(name, "", "load")
         elif self._queue.full():
             self._metrics.ended(name, "", "queue_full")
+        elif not self.budget.allows(self._queue.qsize() + self._comparing):
+            self._metrics.ended(name, "", "cpu_budget")
         else:
             self._queue.put_nowait(heard)
 
     async def _compare_all(self) -> None:
         while True:
             heard = await self._queue.get()
-            await self.budget.charge(self._compare_one(heard))
+            self._comparing += 1
+            try:
+                await self.budget.charge(self._compare_one(heard))
+            finally:
+                self._comparing -= 1
 
     async def _compare_one(self, heard: Heard) -> None:
         model = self._reloader.current.names.get(heard.model)

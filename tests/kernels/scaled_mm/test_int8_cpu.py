@@ -50,9 +50,15 @@ def test_known_pair_tells_saturating_products_from_exact_ones() -> None:
     assert exact == 0.0 and int8_cpu.is_exact(exact)
 
 
+@pytest.mark.parametrize("layout", ["fp16", "fp32"])
 @pytest.mark.parametrize("zero_points", [False, True])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_op_equals_integer_arithmetic(zero_points: bool, with_bias: bool) -> None:
+def test_op_equals_integer_arithmetic(
+    layout: str, zero_points: bool, with_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if layout == "fp16" and not int8_cpu.multiplies_fp16():
+        pytest.skip("FBGEMM does not multiply fp16 on this CPU")
+    monkeypatch.setattr(int8_cpu, "multiplies_fp16", lambda: layout == "fp16")
     M, N, K = 5, 12, 96
     x, w = _codes(M, K, seed=3), _codes(N, K, seed=4)
     x_scale, w_scale = torch.rand(M, 1) + 0.5, torch.rand(N) + 0.5
@@ -61,8 +67,21 @@ def test_op_equals_integer_arithmetic(zero_points: bool, with_bias: bool) -> Non
     shifted = x.long() - (0 if azp is None else azp.long())
     gold = (shifted @ w.long().T).double() * x_scale.double() * w_scale.double()
     gold += 0 if bias is None else bias.double()
-    operands = (x, w.float(), x_scale, w_scale, azp, bias, torch.float32)
+    operands = (x, int8_cpu.pack_codes(w), x_scale, w_scale, azp, bias, torch.float32)
     y = torch.ops.taut.int8_gemm_cpu(*operands)
     # Sums of integers below 2²⁴ are exact; two products and a sum round to fp32.
     torch.testing.assert_close(y.double(), gold, rtol=3 * 2.0**-23, atol=1e-3)
-    torch.library.opcheck(torch.ops.taut.int8_gemm_cpu.default, operands)
+    if layout == "fp32":  # FBGEMM's handle cannot be cloned, which opcheck does
+        torch.library.opcheck(torch.ops.taut.int8_gemm_cpu.default, operands)
+    compiled = torch.compile(torch.ops.taut.int8_gemm_cpu, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*operands), y)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 7])
+def test_any_number_of_rows_is_exact_up_to_the_largest_sums(rows: int) -> None:
+    """K = 518 is the most whose sums of the largest codes stay below 2²⁴."""
+    x, w = torch.full((rows, 518), 127, dtype=torch.int8), torch.full((3, 518), -128).to(torch.int8)
+    scales = torch.ones(rows, 1), torch.ones(3)
+    packed = int8_cpu.pack_codes(w)
+    y = torch.ops.taut.int8_gemm_cpu(x, packed, *scales, None, None, torch.float32)
+    assert torch.equal(y, torch.full((rows, 3), -518.0 * 127 * 128))

@@ -36,17 +36,26 @@ class Process:
 def test_comparisons_cost_their_share_of_the_other_work_and_use_it(busy: float) -> None:
     process = Process(0.1)
     process.run(200.0, busy)
-    allowed = 0.1 * busy * 200.0
+    allowed = (0.1 * busy + FLOOR) * 200.0
     spent = process.compared * COST_S
     assert 0.95 * allowed <= spent <= allowed + BURST_S + COST_S
     # What is told is of the last hundred answers or so.
     assert process.budget.kept == pytest.approx(allowed / COST_S / process.asked, rel=0.5)
 
 
-def test_an_idle_gateway_has_a_hundredth_of_a_core() -> None:
+def test_an_idle_gateway_has_its_bit_of_a_core() -> None:
     process = Process(0.1)
-    process.run(200.0, busy=0.0)
-    assert process.compared * COST_S == pytest.approx(FLOOR * 200.0, rel=0.05)
+    process.run(500.0, busy=0.0)
+    assert process.compared * COST_S == pytest.approx(0.001 * 500.0, rel=0.05)
+
+
+def test_work_that_comes_in_bursts_earns_no_more_than_the_same_work_evenly() -> None:
+    process = Process(0.1)
+    for _ in range(200):
+        process.run(0.9, busy=0.0)
+        process.run(0.1, busy=1.0)
+    allowed = (0.1 * 0.1 + 0.001) * 200.0
+    assert process.compared * COST_S <= allowed + BURST_S + COST_S
 
 
 def test_what_was_not_used_in_quiet_hours_is_not_spent_at_once() -> None:
@@ -54,7 +63,7 @@ def test_what_was_not_used_in_quiet_hours_is_not_spent_at_once() -> None:
     process.now += 3600.0
     process.cpu += 1800.0
     process.run(1.0, busy=0.2)
-    assert process.compared * COST_S <= BURST_S + 0.1 * 0.2 + 2 * COST_S
+    assert process.compared * COST_S <= BURST_S + 0.1 * 0.2 + FLOOR + 2 * COST_S
 
 
 def test_without_a_bound_everything_is_compared() -> None:
@@ -73,6 +82,24 @@ def test_a_budget_that_suffices_leaves_nothing_out() -> None:
         process.cpu += COST_S
         process.budget.spent_s += COST_S
     assert process.budget.kept == 1.0
+
+
+async def test_what_waits_to_be_compared_counts_before_it_costs() -> None:
+    """A burst of answers does not get in on a credit that the first of them will use up."""
+    budget = CpuBudget(0.1, process_s=lambda: 0.0, now=lambda: 0.0)
+
+    async def work() -> None:
+        burn(0.001)
+
+    for _ in range(200):
+        await budget.charge(work())
+    assert budget.cost_s == pytest.approx(0.0016, rel=0.5)
+    fresh = CpuBudget(0.1, process_s=lambda: 0.0, now=lambda: 0.0)
+    fresh.cost_s = 0.003
+    waiting = 0
+    for _ in range(50):
+        waiting += fresh.allows(waiting)
+    assert waiting == 4  # of 3 ms each, with 10 ms saved up: the last may go beyond
 
 
 def burn(seconds: float) -> None:

@@ -5,24 +5,28 @@ two neighbouring products in 16 bits: 255 · (w0 + w1) leaves that range where w
 Codes up to 64 never do. So the weights are split in two halves that do not pass it, laid one behind
 the other along K, and the activations are given twice: oneDNN's 32-bit sums are then those of the
 whole codes, to the bit. Where oneDNN has no AVX-512 either, its int8 products are slower than fp32
-ones of the same codes, which are exact below 2²⁴, and :func:`int8_gemm_cpu` multiplies those.
+ones of the same codes, which are exact below 2²⁴, and ``taut::int8_gemm_cpu`` multiplies those. Its
+weights lie in fp16, which holds every code, where FBGEMM multiplies fp32 by fp16 (x86 with AVX2);
+elsewhere in fp32, at twice the bytes.
 
 Maths     y[m, n] = x_scale[m] · weight_scale[n] · Σ_k (q[m, k] - azp[m]) · w[n, k] + bias[n]
-Shapes    q [M, K] int8   weight [N, K] fp32 (codes)   x_scale [M, 1] or [1] fp32   weight_scale
-          [N] fp32   azp [M, 1] or [1] int32 or None   bias [N] or None   →   y [M, N] of out_dtype
+Shapes    q [M, K] int8   weight as :func:`pack_codes` gives it   x_scale [M, 1] or [1] fp32
+          weight_scale [N] fp32   azp [M, 1] or [1] int32 or None   bias [N] or None   →   y [M, N]
+          of out_dtype
 Numerics  integers in fp32: exact while K · 255 · 127 < 2²⁴ (K ≤ 518), beyond within 2⁻²⁴ of a
           partial sum; one rounding at the store
-Source    oneDNN developer guide, "Int8 Inference: nuances of int8 computations"
+Source    oneDNN developer guide, "Int8 Inference: nuances of int8 computations"; the product of
+          fp32 and fp16 is FBGEMM's (PyTorch, BSD-3)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from taut_kernels.gemm.scaled_mm.operands import fake_product
 from taut_kernels.launch.op_registration import register_op
 
 OP = "int8_gemm_cpu"
@@ -69,6 +73,29 @@ def is_exact(error: float) -> bool:
     return error < _TOLERANCE
 
 
+def multiplies_fp16() -> bool:
+    """Say whether FBGEMM multiplies fp32 by fp16 here."""
+    supported = "fbgemm" in torch.backends.quantized.supported_engines
+    return supported and hasattr(torch.ops._quantized, "wrapped_fbgemm_pack_gemm_matrix_fp16")
+
+
+def pack_codes(weight: Tensor) -> Tensor:
+    """Lay int8 codes out for ``taut::int8_gemm_cpu``.
+
+    Args:
+        weight: [N, K] int8.
+
+    Returns:
+        FBGEMM's handle of them in fp16, uint8, where it multiplies those: it is gone with this
+        tensor, and a copy of it is none. Else [N, K] fp32.
+    """
+    codes = weight.float()
+    if not multiplies_fp16():
+        return codes
+    handle: Tensor = torch.ops._quantized.wrapped_fbgemm_pack_gemm_matrix_fp16(codes)
+    return handle
+
+
 def int8_gemm_cpu_ref(
     x_q: Tensor,
     weight: Tensor,
@@ -78,14 +105,38 @@ def int8_gemm_cpu_ref(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Compute the product; also the op's implementation. Arguments as in the contract above."""
+    """Compute the product of fp32 codes, [N, K]; other arguments as in the contract above."""
     codes = x_q.float() if azp is None else x_q.float() - azp.float()
     y = torch.nn.functional.linear(codes, weight).mul_(x_scale).mul_(weight_scale)
     return (y if bias is None else y.add_(bias)).to(out_dtype)
+
+
+def _int8_gemm_cpu(
+    x_q: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    azp: Tensor | None,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    if weight.dtype is torch.float32:
+        return int8_gemm_cpu_ref(x_q, weight, x_scale, weight_scale, azp, bias, out_dtype)
+    codes = x_q.float() if azp is None else x_q.float() - azp.float()
+    N = weight_scale.shape[0]
+    y: Tensor = torch.ops._quantized.wrapped_fbgemm_linear_fp16_weight(codes, weight, None, N)
+    y.mul_(x_scale).mul_(weight_scale)
+    return (y if bias is None else y.add_(bias)).to(out_dtype)
+
+
+def _fake_int8_gemm_cpu(
+    x_q: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, *rest: Any
+) -> Tensor:
+    return x_q.new_empty((x_q.shape[0], weight_scale.shape[0]), dtype=rest[-1])
 
 
 _SCHEMA = (
     f"taut::{OP}(Tensor x_q, Tensor weight, Tensor x_scale, Tensor weight_scale, Tensor? azp, "
     "Tensor? bias, ScalarType out_dtype) -> Tensor"
 )
-register_op(_SCHEMA, int8_gemm_cpu_ref, None, fake_product)
+register_op(_SCHEMA, _int8_gemm_cpu, None, _fake_int8_gemm_cpu)

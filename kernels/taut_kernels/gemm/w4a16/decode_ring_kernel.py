@@ -23,12 +23,11 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from taut_kernels.gemm.w4a16.decode_ptx import SCALE_CONSTRAINTS, scale_ptx
 from taut_kernels.gemm.w4a16.decode_ring_store_jit import reduce_and_store
+from taut_kernels.gemm.w4a16.quads_jit import scale_lines, whole_quads, zero_places, zero_quads
 from taut_kernels.gemm.w4a16.ring_address_jit import (
     activation_addresses,
     channel_words,
     scale_addresses,
-    scale_lines,
-    whole_quads,
     word_addresses,
 )
 from taut_kernels.gemm.w4a16.ring_stage_jit import (
@@ -37,12 +36,7 @@ from taut_kernels.gemm.w4a16.ring_stage_jit import (
     load_activations,
     multiply_chunks,
 )
-from taut_kernels.gemm.w4a16.ring_zeros_jit import (
-    channel_offsets,
-    zero_addresses,
-    zero_places,
-    zero_quads,
-)
+from taut_kernels.gemm.w4a16.ring_zeros_jit import channel_offsets, zero_addresses
 from taut_kernels.hopper.barriers import barrier
 from taut_kernels.hopper.early_start import early_start
 

@@ -11,11 +11,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from taut_kernels.gemm.w4a16 import decode_ring_tile as tiles_decode_ring
 from taut_kernels.hopper.layouts import axis
-
-whole_quads = gluon.constexpr_function(tiles_decode_ring.whole_quads)
-scale_lines = gluon.constexpr_function(tiles_decode_ring.scale_lines)
 
 
 @gluon.jit

@@ -20,29 +20,21 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from taut_kernels.gemm.w4a16.quads_jit import scale_lines, whole_quads, zero_places, zero_quads
 from taut_kernels.gemm.w4a16.ring_address_jit import (
     channel_words,
     scale_addresses,
-    scale_lines,
-    whole_quads,
     word_addresses,
 )
-from taut_kernels.gemm.w4a16.ring_stage_jit import copy_stage
-from taut_kernels.gemm.w4a16.ring_zeros_jit import (
-    channel_offsets,
-    zero_addresses,
-    zero_places,
-    zero_quads,
-)
-from taut_kernels.gemm.w4a16.tile_jit import (
-    convert,
+from taut_kernels.gemm.w4a16.ring_operands_jit import (
     copy_tokens,
     load_operands,
-    reduce_and_store,
     slots,
-    steps_of,
     token_addresses,
 )
+from taut_kernels.gemm.w4a16.ring_stage_jit import copy_stage
+from taut_kernels.gemm.w4a16.ring_zeros_jit import channel_offsets, zero_addresses
+from taut_kernels.gemm.w4a16.tile_jit import convert, reduce_and_store, steps_of
 from taut_kernels.hopper.barriers import barrier
 from taut_kernels.hopper.early_start import early_start
 from taut_kernels.hopper.wgmma import multiply, no_sums, sums_of, wait_for_products

@@ -19,7 +19,7 @@ from taut_kernels.gemm.w4a16.decode_ring_ptx import (
     ring_convert_ptx,
     ring_multiply_ptx,
 )
-from taut_kernels.gemm.w4a16.ring_zeros_jit import zero_offsets
+from taut_kernels.gemm.w4a16.quads_jit import zero_offsets
 from taut_kernels.hopper.copies import copy
 
 

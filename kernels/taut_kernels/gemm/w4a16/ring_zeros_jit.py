@@ -1,4 +1,4 @@
-"""Packed zero points (:mod:`.layout`) in the ring kernels: where, and unpacked.
+"""Where the packed zero points (:mod:`.layout`) of the copied rings lie.
 
 A stage keeps whole quads of eight words, also where a warp's part of a step is less than a quad.
 """
@@ -11,12 +11,9 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from taut_kernels.gemm.w4a16 import decode_ring_tile as tiles_decode_ring
-from taut_kernels.gemm.w4a16.decode_ptx import MINUS_MAGIC
+from taut_kernels.gemm.w4a16.quads_jit import zero_offsets, zero_quads
 from taut_kernels.gemm.w4a16.ring_address_jit import first_tile
 from taut_kernels.hopper.layouts import axis
-
-zero_quads = gluon.constexpr_function(tiles_decode_ring.zero_quads)
 
 
 @gluon.jit
@@ -38,36 +35,6 @@ def zero_addresses(
     words = (tile * ALL_QUADS + copied // ROW_TILES) * 8 + axis(3, 8, LZ, 4)
     chunk = first_chunk
     return zeros_ptr + words, chunk, copied // ROW_TILES
-
-
-@gluon.jit
-def zero_places(
-    first_chunk,
-    step,
-    CHUNKS_PER_STEP: gl.constexpr,
-    GROUP_SIZE: gl.constexpr,
-    QUADS: gl.constexpr,  # of whole_quads
-    L: gl.constexpr,
-):
-    """Return the place in its quad of the first group of a step."""
-    place = 0
-    if GROUP_SIZE and not QUADS:
-        chunk = first_chunk + step * CHUNKS_PER_STEP
-        place = chunk * 64 // GROUP_SIZE % 4
-    return place
-
-
-@gluon.constexpr_function
-def _minus_magic(element):
-    """Return the two floats -magic as a signed word."""
-    return MINUS_MAGIC[element] - 2**32
-
-
-@gluon.jit
-def zero_offsets(words, place, ELEMENT: gl.constexpr):
-    """Return the offsets -(magic + zero) of rows g and g + 8 for one group of packed quads."""
-    MINUS: gl.constexpr = _minus_magic(ELEMENT)
-    return ((words >> (4 * place)) & 0x000F000F) | MINUS
 
 
 @gluon.jit

@@ -31,8 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
 )
 
-from taut_kernels.gemm.w4a16.ring_address_jit import whole_quads
-from taut_kernels.gemm.w4a16.ring_zeros_jit import zero_places
+from taut_kernels.gemm.w4a16.quads_jit import whole_quads, zero_places
 from taut_kernels.gemm.w4a16.tile_jit import convert, piece_of, reduce_and_store, steps_of
 from taut_kernels.gemm.w4a16.tma_operands_jit import (
     groups_of,

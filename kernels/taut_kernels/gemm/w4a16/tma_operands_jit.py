@@ -11,7 +11,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from taut_kernels.gemm.w4a16.ring_zeros_jit import zero_offsets, zero_quads
+from taut_kernels.gemm.w4a16.quads_jit import zero_offsets, zero_quads
 from taut_kernels.hopper.layouts import axis
 
 

@@ -1,0 +1,66 @@
+"""CPU time that a server on this machine takes, with all its processes."""
+
+import ipaddress
+from urllib.parse import urlsplit
+
+import psutil
+
+
+def server_at(url: str) -> psutil.Process | None:
+    """Find the process that listens where a URL points.
+
+    Args:
+        url: of a server.
+
+    Returns:
+        Its process; None where it runs elsewhere, or belongs to somebody else.
+    """
+    parts = urlsplit(url)
+    if not _is_loopback(parts.hostname or ""):
+        return None
+    port = parts.port or {"http": 80, "https": 443}.get(parts.scheme)
+    try:
+        sockets = psutil.net_connections(kind="tcp")
+    except psutil.AccessDenied:
+        return None
+    listening = (one for one in sockets if one.status == psutil.CONN_LISTEN)
+    pids = {one.pid for one in listening if one.laddr[1:] == (port,) and one.pid is not None}
+    # Several where children inherited the socket: the oldest started them.
+    return min(map(psutil.Process, pids), key=psutil.Process.create_time, default=None)
+
+
+def cpu_times_of(process: psutil.Process | None) -> dict[int, float]:
+    """Return the seconds that a process and its descendants have computed, by process id.
+
+    Args:
+        process: as :func:`server_at` gives it; empty for None.
+    """
+    if process is None:
+        return {}
+    times = {}
+    for one in (process, *process.children(recursive=True)):
+        try:
+            spent = one.cpu_times()
+        except psutil.NoSuchProcess:
+            continue
+        times[one.pid] = spent.user + spent.system
+    return times
+
+
+def spent_between(before: dict[int, float], after: dict[int, float]) -> float | None:
+    """Return the seconds computed between two readings; None where there is nothing to read.
+
+    Args:
+        before: of :func:`cpu_times_of`.
+        after: of a later call.
+    """
+    if not after:
+        return None
+    return sum(seconds - before.get(pid, 0.0) for pid, seconds in after.items())
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
