@@ -63,6 +63,6 @@ def _header(rows: int, dtype: torch.dtype, row: torch.Size) -> bytes:
     """What precedes the numbers: the length of a JSON text, and that text."""
     size = rows * row.numel() * dtype.itemsize
     entry = {"dtype": _DTYPES[dtype], "shape": [rows, *row], "data_offsets": [0, size]}
-    text = json.dumps({ROWS: entry}).encode()
+    text = json.dumps({ROWS: entry}, allow_nan=False).encode()
     text += b" " * (-len(text) % 8)  # numbers begin at a multiple of eight bytes
     return len(text).to_bytes(8, "little") + text
