@@ -79,7 +79,7 @@ async def test_waiters_survive_and_get_the_new_places(tmp_path: Path) -> None:
         async with gateway(settings, path=file.path) as harness:
             running = [asyncio.create_task(harness.post(COMPLETION)) for _ in range(3)]
             await eventually(lambda: harness.app.reloader._admission.queued == 2)
-            assert engine.running == 1
+            await eventually(lambda: engine.running == 1)
             file.write(admission={"max_inflight": 3})
             await harness.app.reloader.reload()
             await eventually(lambda: engine.running == 3, 0.9)

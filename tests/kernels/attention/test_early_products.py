@@ -75,8 +75,7 @@ def test_every_kernel_that_starts_early_is_looked_at() -> None:
     kernels = {_name(variant) for variant in EARLY_FORMS}
     w4a16 = {"w4a16_decode_kernel", "w4a16_decode_ring_kernel", "reorder_kernel"}
     wgmma = {"w4a16_wgmma_kernel", "w4a16_wgmma_ring_kernel", "w4a16_wgmma_tma_kernel"}
-    rings = {"scaled_mm_kernel", "fp8_block_kernel"}
-    rings |= {"scaled_mm_pairs_kernel", "fp8_block_pairs_kernel"}
+    rings = {"scaled_mm_kernel", "scaled_mm_pairs_kernel", "fp8_block_pairs_kernel"}
     others = {"cache_write_kernel", "paged_decode_kernel"}
     assert kernels == w4a16 | wgmma | rings | others
 

@@ -59,10 +59,9 @@ def w4a16_dequantize_kernel(
             if HAS_ZEROS:
                 zeros = tl.load(zero_ptrs + quad * 8)
             index = group_index(chunk, GROUP_SIZE, WARPS * 128)
-            part = convert_words(
-                words, quads, zeros, index, ELEMENT, HAS_ZEROS, GROUP_SIZE != 32, 1, WARPS
-            )
-            # rep, warp, r, g are the row; h, t, i, j, b the column (formats_mma).
-            part = tl.permute(part, (0, 1, 6, 2, 8, 3, 7, 4, 5))
+            same: tl.constexpr = GROUP_SIZE != 32
+            part = convert_words(words, quads, zeros, index, ELEMENT, HAS_ZEROS, same, WARPS)
+            # warp, r, g are the row; h, t, i, j, b the column (formats_mma).
+            part = tl.permute(part, (0, 5, 1, 7, 2, 6, 3, 4))
             weight = tl.reshape(part, (WARPS * 16, 64))
             tl.store(out + chunk * 64, weight, mask=rows[:, None] < tiles * 16)
