@@ -204,3 +204,25 @@ def test_a_server_elsewhere_has_no_cpu_time_here() -> None:
     assert server_cpu.server_at("http://192.0.2.7:8000") is None
     assert server_cpu.server_at("http://127.0.0.1:1") is None
     assert server_cpu.spent_between({}, server_cpu.cpu_times_of(None)) is None
+
+
+@pytest.mark.parametrize(("command", "whole"), [("serve", True), ("logs", False)])
+def test_behind_a_gateway_of_taut_serve_its_workers_count(
+    command: str, whole: bool, tmp_path: Path
+) -> None:
+    listen = "import socket; s = socket.create_server(('127.0.0.1', 0)); "
+    listen += "print(s.getsockname()[1], flush=True); input()"
+    script = tmp_path / "taut"
+    script.write_text(f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {listen!r}])")
+    with subprocess.Popen(
+        [sys.executable, str(script), command],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as starter:
+        assert starter.stdout is not None and starter.stdin is not None
+        port = int(starter.stdout.readline())
+        found = server_cpu.server_at(f"http://127.0.0.1:{port}")
+        assert found is not None
+        assert (found.pid == starter.pid) is whole
+        starter.stdin.write("\n")

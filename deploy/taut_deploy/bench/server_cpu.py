@@ -1,13 +1,17 @@
 """CPU time that a server on this machine takes, with all its processes."""
 
 import ipaddress
+from itertools import pairwise
+from pathlib import PurePath
 from urllib.parse import urlsplit
 
 import psutil
 
 
 def server_at(url: str) -> psutil.Process | None:
-    """Find the process that listens where a URL points.
+    """Find the process that listens where a URL points, or the ``taut serve`` that started it.
+
+    Behind the gateway of a ``taut serve`` its workers compute, which are no children of it.
 
     Args:
         url: of a server.
@@ -26,7 +30,9 @@ def server_at(url: str) -> psutil.Process | None:
     listening = (one for one in sockets if one.status == psutil.CONN_LISTEN)
     pids = {one.pid for one in listening if one.laddr[1:] == (port,) and one.pid is not None}
     # Several where children inherited the socket: the oldest started them.
-    return min(map(psutil.Process, pids), key=psutil.Process.create_time, default=None)
+    found = min(map(psutil.Process, pids), key=psutil.Process.create_time, default=None)
+    starter = None if found is None else found.parent()
+    return starter if starter is not None and _is_taut_serve(starter) else found
 
 
 def cpu_times_of(process: psutil.Process | None) -> dict[int, float]:
@@ -57,6 +63,15 @@ def spent_between(before: dict[int, float], after: dict[int, float]) -> float | 
     if not after:
         return None
     return sum(seconds - before.get(pid, 0.0) for pid, seconds in after.items())
+
+
+def _is_taut_serve(process: psutil.Process) -> bool:
+    try:
+        words = [PurePath(word).name for word in process.cmdline()]
+    except psutil.Error:
+        return False
+    named = ("taut", "taut_deploy")
+    return any(word in named and after == "serve" for word, after in pairwise(words))
 
 
 def _is_loopback(host: str) -> bool:
