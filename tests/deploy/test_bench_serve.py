@@ -16,7 +16,7 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from taut_deploy.bench import serve, serve_report, server_cpu
+from taut_deploy.bench import serve, serve_report, server_process
 from taut_deploy.bench.serve import Throughput
 from taut_deploy.cli import app
 from taut_deploy.errors import TautError
@@ -200,10 +200,13 @@ def test_the_cpu_time_of_a_token_counts_a_server_s_children() -> None:
     assert 95 < json.loads(out)[0]["cpu_ms"] < 130
 
 
-def test_a_server_elsewhere_has_no_cpu_time_here() -> None:
-    assert server_cpu.server_at("http://192.0.2.7:8000") is None
-    assert server_cpu.server_at("http://127.0.0.1:1") is None
-    assert server_cpu.spent_between({}, server_cpu.cpu_times_of(None)) is None
+def test_a_server_elsewhere_has_no_cpu_time_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert server_process.server_at("http://192.0.2.7:8000") is None
+    assert server_process.server_at("http://127.0.0.1:1") is None
+    monkeypatch.setattr(serve, "server_at", lambda _: None)
+    with server([], "a") as url:
+        (found,) = serve.measure([serve.Target("a", url, "m")], serve.Load(1, 4, 2))
+    assert found.cpu_ms is None
 
 
 @pytest.mark.parametrize(("command", "whole"), [("serve", True), ("logs", False)])
@@ -222,7 +225,7 @@ def test_behind_a_gateway_of_taut_serve_its_workers_count(
     ) as starter:
         assert starter.stdout is not None and starter.stdin is not None
         port = int(starter.stdout.readline())
-        found = server_cpu.server_at(f"http://127.0.0.1:{port}")
+        found = server_process.server_at(f"http://127.0.0.1:{port}")
         assert found is not None
         assert (found.pid == starter.pid) is whole
         starter.stdin.write("\n")

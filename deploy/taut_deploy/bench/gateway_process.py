@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from taut_deploy.bench import process_tree
 from taut_deploy.errors import WorkerError
 
 STOP_S = 10.0
@@ -67,24 +68,14 @@ class Running:
         """Process id of the root."""
         return self._process.pid
 
-    def _members(self) -> list[psutil.Process]:
-        try:
-            return [self._tree, *self._tree.children(recursive=True)]
-        except psutil.NoSuchProcess:
-            return []
-
     def cpu_seconds(self) -> float:
         """Return user + system time of the whole tree, ended children included."""
-        total = 0.0
-        for member in self._members():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                total += sum(member.cpu_times()[:4])
-        return total
+        return process_tree.cpu_seconds(self._tree)
 
     def rss_mb(self) -> float:
         """Return resident memory of the whole tree in MB (10⁶ bytes)."""
         total = 0
-        for member in self._members():
+        for member in process_tree.members(self._tree):
             with contextlib.suppress(psutil.NoSuchProcess):
                 total += member.memory_info().rss
         return total / 1e6
@@ -111,7 +102,7 @@ class Running:
 
     def stop(self) -> None:
         """End the tree: SIGTERM, then SIGKILL to what is left."""
-        members = self._members()
+        members = process_tree.members(self._tree)
         if self._process.poll() is None:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import httpx
 
-from taut_deploy.bench.server_cpu import cpu_times_of, server_at, spent_between
+from taut_deploy.bench.process_tree import cpu_seconds
+from taut_deploy.bench.server_process import server_at
 from taut_deploy.errors import WorkerError
 
 _PROMPT = "Write down everything you know about the history of the printing press."
@@ -77,12 +78,12 @@ async def _measure(targets: list[Target], load: Load, api_key: str | None) -> li
         spent: dict[str, list[float]] = {target.label: [] for target in targets}
         for _ in range(load.rounds):
             for target in targets:
-                before = cpu_times_of(servers[target.label])
+                server = servers[target.label]
+                before = 0.0 if server is None else cpu_seconds(server)
                 rates[target.label].append(await _round(client, target, load))
-                seconds = spent_between(before, cpu_times_of(servers[target.label]))
-                if seconds is not None:
+                if server is not None:
                     tokens = load.concurrency * load.tokens
-                    spent[target.label].append(1000 * seconds / tokens)
+                    spent[target.label].append(1000 * (cpu_seconds(server) - before) / tokens)
     return [_summary(label, load, found, spent[label]) for label, found in rates.items()]
 
 

@@ -5,11 +5,11 @@ neither the bytes of outputs nor the order of any sum depend on how fast a devic
 """
 
 import copy
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from taut_deploy.compress.source.calls import PerRow, call_block
-from taut_deploy.compress.threads import over_batches, single_thread
+from taut_deploy.compress.threads import over_batches, results_in_order, single_thread
 from taut_deploy.errors import RecipeError
 
 Result = TypeVar("Result")
@@ -119,17 +119,12 @@ def over_replicas(
             return function(replica, batch)
 
     with ExitStack() as held:
-        if replicas[0].device == torch.device("cpu"):
+        if first.device == torch.device("cpu"):
             held.enter_context(single_thread())  # as batches that go side by side have
         pools = [held.enter_context(ThreadPoolExecutor(1)) for _ in replicas]
-        waiting: deque[Future[Result]] = deque()
-        for position, batch in enumerate(torch.split(hidden, batch_size)):
-            replica = replicas[position % len(replicas)]
-            waiting.append(pools[replica.number].submit(call, replica, batch))
-            if len(waiting) > len(replicas):  # no more at a time than are worked on
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+        turns = zip(cycle(zip(pools, replicas, strict=True)), torch.split(hidden, batch_size))
+        submitted = (pool.submit(call, replica, batch) for (pool, replica), batch in turns)
+        yield from results_in_order(submitted, len(replicas))
 
 
 def _current(replica: Replica) -> AbstractContextManager[object]:

@@ -7,7 +7,7 @@ by side, every operation of theirs on one thread; only large products are shared
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TypeVar
@@ -64,13 +64,24 @@ def over_batches(
             return function(batch)
 
     with single_thread(), ThreadPoolExecutor(workers) as pool:
-        waiting: deque[Future[Result]] = deque()
-        for batch in batches:
-            waiting.append(pool.submit(call, batch))
-            if len(waiting) > workers:  # no more at a time than are worked on, for their memory
-                yield waiting.popleft().result()
-        while waiting:
+        yield from results_in_order((pool.submit(call, batch) for batch in batches), workers)
+
+
+def results_in_order(submitted: Iterable[Future[Result]], workers: int) -> Iterator[Result]:
+    """Give results in the order in which their work was submitted.
+
+    Args:
+        submitted: submits a piece of work when asked for the next; no more at a time than are
+            worked on, for their memory.
+        workers: how many are worked on at a time.
+    """
+    waiting: deque[Future[Result]] = deque()
+    for future in submitted:
+        waiting.append(future)
+        if len(waiting) > workers:
             yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
 
 
 def _largest_product(block: nn.Module, batch: torch.Tensor) -> int:

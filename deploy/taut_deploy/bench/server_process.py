@@ -1,4 +1,4 @@
-"""CPU time that a server on this machine takes, with all its processes."""
+"""The process of a server on this machine."""
 
 import ipaddress
 from itertools import pairwise
@@ -33,36 +33,6 @@ def server_at(url: str) -> psutil.Process | None:
     found = min(map(psutil.Process, pids), key=psutil.Process.create_time, default=None)
     starter = None if found is None else found.parent()
     return starter if starter is not None and _is_taut_serve(starter) else found
-
-
-def cpu_times_of(process: psutil.Process | None) -> dict[int, float]:
-    """Return the seconds that a process and its descendants have computed, by process id.
-
-    Args:
-        process: as :func:`server_at` gives it; empty for None.
-    """
-    if process is None:
-        return {}
-    times = {}
-    for one in (process, *process.children(recursive=True)):
-        try:
-            spent = one.cpu_times()
-        except psutil.NoSuchProcess:
-            continue
-        times[one.pid] = spent.user + spent.system
-    return times
-
-
-def spent_between(before: dict[int, float], after: dict[int, float]) -> float | None:
-    """Return the seconds computed between two readings; None where there is nothing to read.
-
-    Args:
-        before: of :func:`cpu_times_of`.
-        after: of a later call.
-    """
-    if not after:
-        return None
-    return sum(seconds - before.get(pid, 0.0) for pid, seconds in after.items())
 
 
 def _is_taut_serve(process: psutil.Process) -> bool:
