@@ -1,7 +1,9 @@
 """A running ``taut serve`` as the end-to-end tests see it, and how they talk to it."""
 
 import json
+import os
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -52,6 +54,18 @@ class Served:
         wait_for(
             lambda: self.readiness() == 200, timeout_s, lambda: self.output()[-2000:], self.process
         )
+
+
+def run_taut(*words: str | Path, timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """Run a ``taut`` command on files alone: it asks no hub."""
+    return subprocess.run(
+        [sys.executable, "-m", "taut_deploy", *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+        env={**os.environ, "PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1"},
+    )
 
 
 def status_of(url: str) -> int:

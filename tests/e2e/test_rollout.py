@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
+from serving import run_taut
 from tiny_families import write_family
 from tiny_models import job_for, w8a8_data, write_calibration_text
 from validate_setup import WORDS
@@ -55,20 +55,13 @@ def test_w8a8_climbs_to_all_traffic_and_a_harmed_one_is_rolled_back(tmp_path: Pa
     driver.compress(job_for(model, data, tmp_path / "w8a8"))
     (tmp_path / "sections.yaml").write_text(yaml.safe_dump(SECTIONS))
     output = tmp_path / "out"
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "taut_deploy", "bench", "rollout"),
-            *(str(model), str(tmp_path / "w8a8")),
-            *("--prompts", str(write_prompts(tmp_path / "prompts.txt"))),
-            *("--gateway", str(tmp_path / "sections.yaml"), "--harm-factor", "2"),
-            *("--tokens", "32", "--limit-s", "300", "--output", str(output)),
-            *("--", "--enforce-eager", "--max-num-seqs=16"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=1500,
-        check=False,
-        env={**os.environ, "PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1"},
+    done = run_taut(
+        *("bench", "rollout", model, tmp_path / "w8a8"),
+        *("--prompts", write_prompts(tmp_path / "prompts.txt")),
+        *("--gateway", tmp_path / "sections.yaml", "--harm-factor", "2"),
+        *("--tokens", "32", "--limit-s", "300", "--output", output),
+        *("--", "--enforce-eager", "--max-num-seqs=16"),
+        timeout_s=1500,
     )
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     told = json.loads((output / "report.json").read_text())

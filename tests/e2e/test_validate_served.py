@@ -6,12 +6,10 @@ A tiny random model: the worker that is started compiles, and asks itself the kn
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from serving import run_taut
 from tiny_families import write_family
 from tiny_models import job_for, w8a8_data, write_calibration_text
 from validate_setup import write_text
@@ -25,19 +23,13 @@ def test_a_worker_of_the_candidate_is_started_and_asked(tmp_path: Path):
     model = write_family(tmp_path / "model", "llama")
     data = w8a8_data(write_calibration_text(tmp_path / "calibration.txt"))
     driver.compress(job_for(model, data, tmp_path / "w8a8"))
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "taut_deploy", "validate", "--baseline", str(model)),
-            *("--candidate", str(tmp_path / "w8a8"), "--policy", "aggressive-small-model"),
-            *("--text", str(write_text(tmp_path / "text.txt", 600))),
-            *("--sequences", "3", "--sequence-length", "128", "--noise-sequences", "0"),
-            *("--output", str(tmp_path / "report"), "--json"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-        env={**os.environ, "PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1"},
+    done = run_taut(
+        *("validate", "--baseline", model, "--candidate", tmp_path / "w8a8"),
+        *("--policy", "aggressive-small-model"),
+        *("--text", write_text(tmp_path / "text.txt", 600)),
+        *("--sequences", "3", "--sequence-length", "128", "--noise-sequences", "0"),
+        *("--output", tmp_path / "report", "--json"),
+        timeout_s=600,
     )
     assert done.returncode in {0, 1, 2}, done.stderr
     report = json.loads((tmp_path / "report" / "report.json").read_text())
