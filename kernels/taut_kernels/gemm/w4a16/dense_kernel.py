@@ -47,6 +47,7 @@ def w4a16_dequantize_kernel(
     rows = tl.program_id(0) * (WARPS * 16) + tl.arange(0, WARPS * 16)
     columns = tl.arange(0, 64)
     out = weight_ptr + rows[:, None].to(tl.int64) * K + columns[None, :]
+    same: tl.constexpr = GROUP_SIZE != 32
     for c in tl.range(CHUNKS_PER_PROGRAM):
         chunk = tl.program_id(1) * CHUNKS_PER_PROGRAM + c
         if chunk < CHUNKS:
@@ -59,7 +60,6 @@ def w4a16_dequantize_kernel(
             if HAS_ZEROS:
                 zeros = tl.load(zero_ptrs + quad * 8)
             index = group_index(chunk, GROUP_SIZE, WARPS * 128)
-            same: tl.constexpr = GROUP_SIZE != 32
             part = convert_words(words, quads, zeros, index, ELEMENT, HAS_ZEROS, same, WARPS)
             # warp, r, g are the row; h, t, i, j, b the column (formats_mma).
             part = tl.permute(part, (0, 5, 1, 7, 2, 6, 3, 4))
