@@ -9,6 +9,7 @@ from taut_deploy.compress.workspace import Workspace
 from taut_deploy.errors import ModelError
 from taut_deploy.files import copy_files, write_json_atomically
 from taut_deploy.models.directory import read_config
+from taut_deploy.models.pretrained import loading_class
 
 _SHARD_BYTES = 2 << 30
 # Of config.json, what a model's shape decides.
@@ -24,12 +25,11 @@ def load_dense(directory: Path, device: str, *, trust_remote_code: bool) -> Any:
     Raises:
         ModelError: transformers cannot load it.
     """
-    from transformers import AutoModelForCausalLM
-
     import taut_deploy.hf  # noqa: F401  registers quant_method taut
 
+    build = loading_class(directory, trust_remote_code=trust_remote_code)
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
+        model: Any = build.from_pretrained(
             directory,
             dtype=compute_dtype(stored_dtype(directory), device),
             attn_implementation="sdpa",
@@ -58,7 +58,7 @@ def write_dense(
     target = workspace.directory
     dtype = stored_dtype(source)
     state = {name: value.to(dtype) for name, value in model.state_dict().items()}
-    if model.config.tie_word_embeddings:
+    if model.config.get_text_config().tie_word_embeddings:
         head = model.get_output_embeddings()
         tied = {name for name, module in model.named_modules() if module is head}
         state = {
