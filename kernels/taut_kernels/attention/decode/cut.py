@@ -28,14 +28,14 @@ class Queries(NamedTuple):
     """What a form of the kernel knows of queries.
 
     Attributes:
-        count: T, of a sequence.
+        tokens: T, of a sequence.
         group: query heads a key head.
         dim: D, elements of a head.
         block_d: ``dim`` up to a power of two.
         windowed: a query sees the keys of a window alone.
     """
 
-    count: int
+    tokens: int
     group: int
     dim: int
     block_d: int

@@ -198,7 +198,7 @@ def _walk(
         scores = scores_of(q, q_odd, k, FORMAT, ASM) * factor[None, :, None]
         weights, decay, row_max, row_sum = softmax_step(
             scores, start + offs_n, position, last, window, kept, row_max, row_sum,
-            QUERIES.count, QUERIES.windowed,
+            QUERIES.tokens, QUERIES.windowed,
         )  # fmt: skip
         acc, acc_odd = add_values(acc, acc_odd, weights, decay, v, FORMAT, ASM)
     if FORMAT != "16 bit":
@@ -275,12 +275,12 @@ def paged_decode_kernel(
         gdc_wait()
     BLOCK_KEYS: tl.constexpr = CUT.keys * CUT.warps
     GROUP: tl.constexpr = QUERIES.group
-    ROW_BLOCKS: tl.constexpr = (QUERIES.count * GROUP + CUT.rows - 1) // CUT.rows
+    ROW_BLOCKS: tl.constexpr = (QUERIES.tokens * GROUP + CUT.rows - 1) // CUT.rows
     # Neighbouring programs read neighbouring heads of the same pages.
     head = tl.program_id(0)
     head_k = (head // ROW_BLOCKS).to(tl.int64)
     first_row = head % ROW_BLOCKS * CUT.rows
-    rows_end = tl.minimum(first_row + CUT.rows, QUERIES.count * GROUP)
+    rows_end = tl.minimum(first_row + CUT.rows, QUERIES.tokens * GROUP)
     offs_row = first_row + tl.arange(0, CUT.block_m)
     # All that does not depend on the context is asked for beside it, not behind it.
     if BLOCK_B:
@@ -288,7 +288,7 @@ def paged_decode_kernel(
         place = tl.program_id(1)
         batch, split, active, context, first, last = find_part(
             contexts_ptr, tl.num_programs(1) - splits, splits, min_keys, most_keys, window, place,
-            QUERIES.count, QUERIES.windowed, BLOCK_KEYS, BLOCK_B,
+            QUERIES.tokens, QUERIES.windowed, BLOCK_KEYS, BLOCK_B,
         )  # fmt: skip
         if batch < 0:
             return
@@ -304,7 +304,7 @@ def paged_decode_kernel(
         k_scale = tl.load(k_scale_ptr + head_k * stride_ks) if k_scale_ptr is not None else 1.0
         context = tl.minimum(tl.maximum(context, 0), most_keys)
         first, chunk, active = key_span(
-            context, window, splits, min_keys, QUERIES.count, QUERIES.windowed, BLOCK_KEYS
+            context, window, splits, min_keys, QUERIES.tokens, QUERIES.windowed, BLOCK_KEYS
         )
         if split >= active:
             return
@@ -319,7 +319,7 @@ def paged_decode_kernel(
     v_ptr += head_k * stride_vh
 
     # The last query of a sequence stands at its last key.
-    position = context - QUERIES.count + offs_row // GROUP
+    position = context - QUERIES.tokens + offs_row // GROUP
     factor = tl.full((CUT.block_m,), 1.0, tl.float32) * (scale_log2 * k_scale)
     acc, row_max, row_sum = _walk(
         q, factor, k_ptr, v_ptr, table_ptr, pages, first, last, position, window,
