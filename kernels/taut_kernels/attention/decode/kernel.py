@@ -174,19 +174,22 @@ def _walk(
     CUT: tl.constexpr,
 ):  # fmt: skip
     """Return each warp's sums of values over its keys of first..last-1, maxima and sums."""
-    BLOCK_KEYS: tl.constexpr = CUT.keys * CUT.warps
+    WARPS: tl.constexpr = CUT.warps
+    KEYS: tl.constexpr = CUT.keys
+    BLOCK_M: tl.constexpr = CUT.block_m
+    BLOCK_KEYS: tl.constexpr = KEYS * WARPS
     # Words of two elements where they have 8 bits.
     WIDTH: tl.constexpr = QUERIES.block_d if FORMAT == "16 bit" else QUERIES.block_d // 2
     LENGTH: tl.constexpr = QUERIES.dim if FORMAT == "16 bit" else QUERIES.dim // 2
-    q, q_odd, factor = _operands(q, factor, FORMAT, CUT.block_m, WIDTH, CUT.warps)
-    acc = tl.zeros((CUT.warps, CUT.block_m, WIDTH), tl.float32)
+    q, q_odd, factor = _operands(q, factor, FORMAT, BLOCK_M, WIDTH, WARPS)
+    acc = tl.zeros((WARPS, BLOCK_M, WIDTH), tl.float32)
     acc_odd = acc
-    row_max = tl.full((CUT.warps, CUT.block_m), float("-inf"), tl.float32)
-    row_sum = tl.zeros((CUT.warps, CUT.block_m), tl.float32)
+    row_max = tl.full((WARPS, BLOCK_M), float("-inf"), tl.float32)
+    row_sum = tl.zeros((WARPS, BLOCK_M), tl.float32)
 
-    kept = tl.arange(0, CUT.block_m) < CUT.kept
+    kept = tl.arange(0, BLOCK_M) < CUT.kept
     offs_d = tl.arange(0, WIDTH)
-    offs_n = tl.arange(0, CUT.warps)[:, None] * CUT.keys + tl.arange(0, CUT.keys)[None, :]
+    offs_n = tl.arange(0, WARPS)[:, None] * KEYS + tl.arange(0, KEYS)[None, :]
     for step in tl.range(first, last, BLOCK_KEYS):
         start = tl.multiple_of(step, BLOCK_KEYS)
         k, v = load_tile(
@@ -194,7 +197,7 @@ def _walk(
             stride_vt, LENGTH, WIDTH, CACHE, BLOCK_KEYS,
         )  # fmt: skip
         # A step ahead: the rows' loads do not wait for their pages' numbers.
-        pages = load_pages(table_ptr, start + BLOCK_KEYS, last, CUT.keys, CACHE.page, CUT.warps)
+        pages = load_pages(table_ptr, start + BLOCK_KEYS, last, KEYS, CACHE.page, WARPS)
         scores = scores_of(q, q_odd, k, FORMAT, ASM) * factor[None, :, None]
         weights, decay, row_max, row_sum = softmax_step(
             scores, start + offs_n, position, last, window, kept, row_max, row_sum,
@@ -274,6 +277,7 @@ def paged_decode_kernel(
     if EARLY:
         gdc_wait()
     BLOCK_KEYS: tl.constexpr = CUT.keys * CUT.warps
+    BLOCK_M: tl.constexpr = CUT.block_m
     GROUP: tl.constexpr = QUERIES.group
     ROW_BLOCKS: tl.constexpr = (QUERIES.tokens * GROUP + CUT.rows - 1) // CUT.rows
     # Neighbouring programs read neighbouring heads of the same pages.
@@ -281,7 +285,7 @@ def paged_decode_kernel(
     head_k = (head // ROW_BLOCKS).to(tl.int64)
     first_row = head % ROW_BLOCKS * CUT.rows
     rows_end = tl.minimum(first_row + CUT.rows, QUERIES.tokens * GROUP)
-    offs_row = first_row + tl.arange(0, CUT.block_m)
+    offs_row = first_row + tl.arange(0, BLOCK_M)
     # All that does not depend on the context is asked for beside it, not behind it.
     if BLOCK_B:
         k_scale = tl.load(k_scale_ptr + head_k * stride_ks) if k_scale_ptr is not None else 1.0
@@ -320,7 +324,7 @@ def paged_decode_kernel(
 
     # The last query of a sequence stands at its last key.
     position = context - QUERIES.tokens + offs_row // GROUP
-    factor = tl.full((CUT.block_m,), 1.0, tl.float32) * (scale_log2 * k_scale)
+    factor = tl.full((BLOCK_M,), 1.0, tl.float32) * (scale_log2 * k_scale)
     acc, row_max, row_sum = _walk(
         q, factor, k_ptr, v_ptr, table_ptr, pages, first, last, position, window,
         stride_kp, stride_kt, stride_vp, stride_vt, FORMAT, ASM, CACHE, QUERIES, CUT,
