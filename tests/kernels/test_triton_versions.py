@@ -21,8 +21,17 @@ def constexprs_in_loops(source: str) -> list[str]:
     ]
 
 
-def fields_in_tuples(source: str) -> list[str]:
-    """Return fields of constexpr arguments that stand in a tuple: to Triton 3.6 they have no type.
+def _typed(node: ast.AST) -> list[ast.expr]:
+    """Return the parts of an expression whose type Triton 3.6 asks for."""
+    if isinstance(node, ast.Tuple | ast.List) and isinstance(node.ctx, ast.Load):
+        return [element for element in node.elts if not isinstance(element, ast.Call)]
+    if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("static_range"):
+        return node.args
+    return []
+
+
+def untyped_fields(source: str) -> list[str]:
+    """Return fields of constexpr arguments in tuples and turns: to Triton 3.6 they have no type.
 
     A constexpr of the field's value is one that has.
     """
@@ -38,9 +47,7 @@ def fields_in_tuples(source: str) -> list[str]:
         found += [
             f"{part.lineno}: {ast.unparse(part)}"
             for node in ast.walk(function)
-            if isinstance(node, ast.Tuple | ast.List) and isinstance(node.ctx, ast.Load)
-            for element in node.elts
-            if not isinstance(element, ast.Call)
+            for element in _typed(node)
             for part in ast.walk(element)
             if isinstance(part, ast.Attribute)
             and isinstance(part.value, ast.Name)
@@ -49,9 +56,14 @@ def fields_in_tuples(source: str) -> list[str]:
     return found
 
 
-def test_finds_a_field_in_a_tuple() -> None:
-    source = "def f(x, A: tl.constexpr):\n    return g((A.b * 2, x.c, h(A.d)), A.e)\n"
-    assert fields_in_tuples(source) == ["2: A.b"]
+def test_finds_fields_without_a_type() -> None:
+    source = """
+def f(x, A: tl.constexpr):
+    for i in tl.static_range(A.b):
+        x += i
+    return g((A.c * 2, x.d, h(A.e)), A.f)
+"""
+    assert untyped_fields(source) == ["3: A.b", "5: A.c"]
 
 
 def test_finds_a_constexpr_of_a_loop() -> None:
@@ -64,4 +76,4 @@ def test_finds_a_constexpr_of_a_loop() -> None:
 )
 def test_triton_3_6_compiles_what_is_written(file: Path) -> None:
     assert not constexprs_in_loops(file.read_text())
-    assert not fields_in_tuples(file.read_text())
+    assert not untyped_fields(file.read_text())

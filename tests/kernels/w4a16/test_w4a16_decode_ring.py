@@ -19,16 +19,15 @@ from taut_kernels.gemm.w4a16 import decode_ring as ring
 from taut_kernels.gemm.w4a16 import dispatch as w4a16_launch
 from taut_kernels.gemm.w4a16 import lookup as tiles_wgmma
 from taut_kernels.gemm.w4a16.decode_ring_kernel import w4a16_decode_ring_kernel
-from taut_kernels.gemm.w4a16.decode_ring_tile import (
+from taut_kernels.gemm.w4a16.decode_ring_tile import RingTile, token_tiles
+from taut_kernels.gemm.w4a16.lookup import BUCKETS
+from taut_kernels.gemm.w4a16.ring_tile import (
     SHARED_BYTES,
-    RingTile,
     scale_bytes,
     scale_lines,
-    token_tiles,
     whole_quads,
     zero_quads,
 )
-from taut_kernels.gemm.w4a16.lookup import BUCKETS
 from taut_kernels.gemm.w4a16.weight_format import DEFAULT
 from taut_kernels.launch import launcher
 from tuning import tune_w4a16_wgmma

@@ -24,7 +24,7 @@ _KERNEL = launcher.Launcher(w4a16_decode_kernel)
 
 def launch_constants(
     tile: tiles_decode.DecodeTile, K: int, token_tiles: int, group_size: int, *, pdl: bool
-) -> dict[str, int | bool]:
+) -> launcher.Constants:
     """Return the kernel constants that follow from tile and shape.
 
     Args:
@@ -38,14 +38,16 @@ def launch_constants(
         "PDL": pdl,
         "K": K,
         "GROUP_SIZE": group_size,
-        "TOKEN_TILES": token_tiles,
-        "ROW_WARPS": tile.row_warps,
-        "K_WARPS": tile.k_warps,
-        "SPLIT_K": tile.split_k,
-        "DEPTH": tile.depth,
-        "X_DEPTH": tile.x_depth,
-        "BATCH": tile.batch,
-        "FENCE": tile.fence,
+        "CUT": tiles_decode.DecodeCut(
+            token_tiles=token_tiles,
+            row_warps=tile.row_warps,
+            k_warps=tile.k_warps,
+            split_k=tile.split_k,
+            depth=tile.depth,
+            x_depth=tile.x_depth,
+            batch=tile.batch,
+            fence=tile.fence,
+        ),
     }
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 from taut_kernels.gemm.w4a16 import weight_format
 from taut_kernels.gemm.w4a16.cost import MULTIPROCESSORS, Cost, Cut, by_estimate, estimate
@@ -28,6 +29,30 @@ UNIT = 512
 """K indices a warp works through between two looks at its place (8 chunks of 64)."""
 WARPS_WANTED = 1536
 """Warps that keep 132 SMs busy; fewer leave memory idle, more only add reductions (README)."""
+
+
+class DecodeCut(NamedTuple):
+    """What a form of the kernel knows of its tile, one constant.
+
+    Attributes:
+        token_tiles: 1 for M ≤ 8, 2 for M ≤ 16.
+        row_warps: warps beside each other, a 16-row tile each.
+        k_warps: warps along K.
+        split_k: programs along K.
+        depth: chunks of weights in flight.
+        x_depth: chunks of activations in flight.
+        batch: chunks consumed between two rounds of loads; divides 8 and both depths.
+        fence: keep ptxas from sinking loads to their uses.
+    """
+
+    token_tiles: int
+    row_warps: int
+    k_warps: int
+    split_k: int
+    depth: int
+    x_depth: int
+    batch: int
+    fence: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -217,17 +217,3 @@ def plan_rows(
         split,
     )
     return OneProduct(product, call)
-
-
-def require_meeting_places(tiles: int, N: int) -> None:
-    """Refuse a tile that makes more partial sums meet than a layer's ``arrivals`` counts.
-
-    Args:
-        tiles: of the result.
-        N: output features of the layer.
-
-    Raises:
-        ValueError: there are more.
-    """
-    if tiles > N // 16:
-        raise ValueError(f"split_k: {tiles} tiles meet, arrivals counts {N // 16}")

@@ -17,9 +17,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from taut_kernels.gemm.w4a16.lookup import WgmmaTile
-from taut_kernels.gemm.w4a16.plan import ELEMENT, Call, OneProduct, Product, require_meeting_places
+from taut_kernels.gemm.w4a16.plan import ELEMENT, Call, OneProduct, Product
 from taut_kernels.gemm.w4a16.portable_kernel import reorder_kernel, w4a16_wgmma_kernel
+from taut_kernels.gemm.w4a16.portable_tile import Cut, WgmmaTile
+from taut_kernels.gemm.w4a16.ring_tile import require_meeting_places
 from taut_kernels.launch import launcher
 
 _REORDER_BLOCK = 2048
@@ -29,7 +30,7 @@ _REORDER = launcher.Launcher(reorder_kernel)
 
 def launch_constants(
     tile: WgmmaTile, K: int, group_size: int, *, hopper: bool
-) -> dict[str, int | bool | str]:
+) -> launcher.Constants:
     """Return the kernel constants that follow from tile and shape.
 
     Args:
@@ -42,13 +43,15 @@ def launch_constants(
     return {
         "K": K,
         "GROUP_SIZE": group_size,
-        "BLOCK_M": tile.block_m,
-        "CHUNKS_PER_STEP": 1 if (K // 64) % 2 else tile.chunks_per_step,
-        "SPLIT_K": tile.split_k,
-        "REORDERED": tile.reordered,
-        "EARLY_WAIT": tile.early_wait and hopper,
+        "CUT": Cut(
+            block_m=tile.block_m,
+            chunks_per_step=1 if (K // 64) % 2 else tile.chunks_per_step,
+            split_k=tile.split_k,
+            reordered=tile.reordered,
+            early_wait=tile.early_wait and hopper,
+            warps=tile.num_warps,
+        ),
         "PDL": hopper,
-        "WARPS": tile.num_warps,
     }
 
 

@@ -14,14 +14,8 @@ from __future__ import annotations
 
 import triton
 
-from taut_kernels.gemm.w4a16.decode_ptx import (
-    MINUS_MIDDLE,
-    ONE,
-    both_rows,
-    scaled_pair,
-    shifted,
-    unpack_zeros,
-)
+from taut_kernels.gemm.w4a16.decode_ptx import unpack_zeros
+from taut_kernels.gemm.w4a16.int4_jit import MINUS_MIDDLE, ONE, both_rows, scaled_pair, shifted
 
 _OUTPUTS = 16
 _NEGATIVE_ZERO = 0x80008000

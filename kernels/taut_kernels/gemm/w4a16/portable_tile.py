@@ -3,6 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Cut(NamedTuple):
+    """What a form of the kernel knows of its tile, one constant.
+
+    Attributes:
+        block_m: tokens a program.
+        chunks_per_step: 1 or 2 chunks of 64 K indices.
+        split_k: programs along K.
+        reordered: activations are in fragment order.
+        early_wait: wait for products before the next conversion.
+        warps: of a program, a 16-row tile each.
+    """
+
+    block_m: int
+    chunks_per_step: int
+    split_k: int
+    reordered: bool
+    early_wait: bool
+    warps: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,11 +20,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from taut_kernels.gemm.w4a16.quads_jit import scale_lines, whole_quads, zero_places, zero_quads
+from taut_kernels.gemm.w4a16.int4_jit import (
+    convert,
+    scale_lines,
+    whole_quads,
+    zero_places,
+    zero_quads,
+)
 from taut_kernels.gemm.w4a16.ring_address_jit import (
+    channel_offsets,
     channel_words,
     scale_addresses,
     word_addresses,
+    zero_addresses,
 )
 from taut_kernels.gemm.w4a16.ring_operands_jit import (
     copy_tokens,
@@ -33,11 +41,16 @@ from taut_kernels.gemm.w4a16.ring_operands_jit import (
     token_addresses,
 )
 from taut_kernels.gemm.w4a16.ring_stage_jit import copy_stage
-from taut_kernels.gemm.w4a16.ring_zeros_jit import channel_offsets, zero_addresses
-from taut_kernels.gemm.w4a16.tile_jit import convert, reduce_and_store, steps_of
-from taut_kernels.hopper.barriers import barrier
-from taut_kernels.hopper.early_start import early_start
-from taut_kernels.hopper.wgmma import multiply, no_sums, sums_of, wait_for_products
+from taut_kernels.hopper import (
+    barrier,
+    early_start,
+    multiply,
+    no_sums,
+    reduce_and_store,
+    steps_of,
+    sums_of,
+    wait_for_products,
+)
 
 # Triton 3.9 has reinterpret, 3.6 only _reinterpret.
 _PUBLIC = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
@@ -161,16 +174,17 @@ def w4a16_wgmma_ring_kernel(
     HAS_ZEROS: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     ELEMENT: gl.constexpr,  # "bf16" or "f16"
-    BLOCK_M: gl.constexpr,  # tokens a program
-    ROW_TILES: gl.constexpr,  # of 16 rows a warp: sums of their own
-    WARPS: gl.constexpr,  # four make a warp group
-    CHUNKS_PER_STEP: gl.constexpr,  # 2 or 4: a step has whole groups
-    SPLIT_K: gl.constexpr,
-    STAGES: gl.constexpr,
-    PARTS: gl.constexpr,  # products a chunk of a row tile, 1, 2 or 4
-    RUNNING: gl.constexpr,  # products left running while the next one's weights are converted
+    CUT: gl.constexpr,  # of :mod:`.ring_tile`
     PDL: gl.constexpr,  # start before the kernel in front has ended (sm_90)
 ):
+    BLOCK_M: gl.constexpr = CUT.block_m
+    ROW_TILES: gl.constexpr = CUT.row_tiles
+    WARPS: gl.constexpr = CUT.warps
+    CHUNKS_PER_STEP: gl.constexpr = CUT.chunks_per_step
+    SPLIT_K: gl.constexpr = CUT.split_k
+    STAGES: gl.constexpr = CUT.stages
+    PARTS: gl.constexpr = CUT.parts
+    RUNNING: gl.constexpr = CUT.running
     L: gl.constexpr = gl.BlockedLayout(
         [1, 1, 1, 1, 4], [1, 1, 1, 32, 1], [1, 1, WARPS, 1, 1], [4, 3, 2, 1, 0]
     )

@@ -1,4 +1,8 @@
-"""A tile of the `wgmma` kernels: weights converted to operand A, sums that meet, and the store."""
+"""Device code that several kernels of sm_90 share.
+
+Copies and barriers, layouts of operands and sums, products of a warp group whose operand A is
+registers, the order of tiles, and the sums of programs that share a tile.
+"""
 
 # ruff: noqa: RUF005 (Triton's front end adds tuples and does not unpack them)
 # mypy: disable-error-code="assignment,no-untyped-def,untyped-decorator,operator,no-any-return"
@@ -7,53 +11,148 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
-from taut_kernels.gemm.w4a16.tile_ptx import part_constraints, part_ptx
-from taut_kernels.hopper.barriers import barrier
-from taut_kernels.hopper.layouts import axis
-
-
-@gluon.constexpr_function
-def _outputs(element, count):
-    return (gl.bfloat16 if element == "bf16" else gl.float16,) * count
+# Triton 3.9 has the first name of each, 3.6 only the second.
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+load_block = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+store_block = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+_MEMORY = gl.shared_memory_descriptor
+seen_as = getattr(_MEMORY, "reinterpret", None) or _MEMORY._reinterpret
 
 
 @gluon.jit
-def convert(
-    operands,  # of load_operands
-    part: gl.constexpr,
-    PARTS: gl.constexpr,
-    HAS_ZEROS: gl.constexpr,
-    ELEMENT: gl.constexpr,
-    WARPS: gl.constexpr,
-    OPERAND: gl.constexpr,
-):
-    """Return a part of a chunk of one 16-row tile a warp, [16 · WARPS, 64/PARTS], as operand A."""
-    TEXT: gl.constexpr = part_ptx(ELEMENT, HAS_ZEROS, part, PARTS)
-    CONSTRAINTS: gl.constexpr = part_constraints(HAS_ZEROS, PARTS)
-    KINDS: gl.constexpr = _outputs(ELEMENT, 8 // PARTS)
-    inputs = operands
-    if PARTS > 1:
-        # The offsets (if any) and the scale word of the part's half.
-        HALF: gl.constexpr = part * 2 // PARTS
-        inputs = (operands[0],)
-        for word in gl.static_range(2 if HAS_ZEROS else 1):
-            inputs = inputs + (operands[1 + 2 * word + HALF],)
-    o = gl.inline_asm_elementwise(TEXT, CONSTRAINTS, inputs, KINDS, is_pure=True, pack=4)
-    # Each join adds the innermost axis: j, then i, then h; an output's four are (r, b).
-    if PARTS == 4:
-        a = gl.reshape(gl.join(o[0], o[1]), (WARPS, 8, 4, 2, 2, 2, 1, 1))
-    elif PARTS == 2:
-        a = gl.join(gl.join(o[0], o[1]), gl.join(o[2], o[3]))
-        a = gl.reshape(a, (WARPS, 8, 4, 2, 2, 2, 2, 1))
-    else:
-        first = gl.join(gl.join(o[0], o[1]), gl.join(o[2], o[3]))
-        second = gl.join(gl.join(o[4], o[5]), gl.join(o[6], o[7]))
-        a = gl.reshape(gl.join(first, second), (WARPS, 8, 4, 2, 2, 2, 2, 2))
-    # (warp, g, t, r, b, j, i, h): rows are (warp, r, g), positions along K (h, i, j, t, b).
-    a = gl.permute(a, (0, 3, 1, 7, 6, 5, 2, 4))
-    a = gl.reshape(a, (16 * WARPS, 64 // PARTS))
-    return gl.convert_layout(a, OPERAND, assert_trivial=True)
+def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """Make barriers, each of so many arrivals."""
+    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(made.index(i), count=ARRIVALS)
+    return made
+
+
+@gluon.jit
+def barrier_pairs(COUNT: gl.constexpr, FIRST: gl.constexpr, SECOND: gl.constexpr):
+    """Make twice as many barriers, of FIRST and of SECOND arrivals.
+
+    One of each in turn: between two of one allocation Triton 3.6 puts a `bar.sync`, some 30 clocks.
+    """
+    first = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    second = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(first.index(i), count=FIRST)
+        mbarrier.init(second.index(i), count=SECOND)
+    return first, second
+
+
+@gluon.jit
+def early_start(WAIT: gl.constexpr):
+    """Let the next kernel start, or (WAIT) wait for the one in front to end."""
+    TEXT: gl.constexpr = "griddepcontrol.wait;" if WAIT else "griddepcontrol.launch_dependents;"
+    gl.inline_asm_elementwise(TEXT + " mov.b32 $0, 0;", "=r", [], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.constexpr_function
+def _axis_layout(axis, layout, rank):
+    """Lay out one axis of a layout: every other one sliced away, the last outermost."""
+    for other in reversed(range(rank)):
+        if other != axis:
+            layout = gl.SliceLayout(other, layout)
+    return layout
+
+
+@gluon.jit
+def axis(AXIS: gl.constexpr, SIZE: gl.constexpr, LAYOUT: gl.constexpr, RANK: gl.constexpr):
+    """Return 0..SIZE-1 along one axis of a layout, every other axis of length 1."""
+    value = gl.arange(0, SIZE, _axis_layout(AXIS, LAYOUT, RANK))
+    for other in gl.static_range(RANK):
+        if other != AXIS:
+            value = gl.expand_dims(value, other)
+    return value
+
+
+@gluon.jit
+def place(tile, tiles_m, tiles_n, GROUP_M: gl.constexpr):
+    """Return the token tile and the feature tile of the ``tile``-th output tile."""
+    in_group = GROUP_M * tiles_n
+    first_m = (tile // in_group) * GROUP_M
+    group_m = gl.minimum(tiles_m - first_m, GROUP_M)
+    inside = tile % in_group
+    return first_m + inside % group_m, inside // group_m
+
+
+@gluon.jit
+def first_token(part, M, ROWS: gl.constexpr):
+    """Return where the ``part``-th ROWS tokens begin: earlier where M ends within or before them.
+
+    So some are computed twice, to the same bits. TMA takes several times as long to fill a row with
+    zeros as to load one.
+    """
+    return gl.maximum(gl.minimum(part * ROWS, M - ROWS), 0)
+
+
+@gluon.constexpr_function
+def steps_of(chunks, chunks_a_step, split_k):
+    """Count the steps of a program: at least two, since Triton 3.6 fails on a loop of one pass.
+
+    An even number where a step is one chunk, so that a split begins with a group.
+    """
+    steps = max(2, -(-chunks // (chunks_a_step * split_k)))
+    return steps + steps % 2 if chunks_a_step == 1 else steps
+
+
+@gluon.constexpr_function
+def sums_of(tokens, warps):
+    """Return the layout of a row tile's sums with so many tokens."""
+    return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, tokens, 16])
+
+
+@gluon.jit
+def no_sums(TOKENS: gl.constexpr, WARPS: gl.constexpr):
+    """Return a row tile's sums before its first product."""
+    return gl.full((16 * WARPS, TOKENS), 0.0, gl.float32, sums_of(TOKENS, WARPS))
+
+
+@gluon.jit
+def wait_for_products(sums, RUNNING: gl.constexpr):
+    """Wait until no more than RUNNING products are left."""
+    after = warpgroup_mma_wait(RUNNING, deps=sums)
+    if len(sums) == 1:
+        after = (after,)
+    return after
+
+
+@gluon.jit
+def multiply(sums, a, xs, r: gl.constexpr, RUNNING: gl.constexpr, WARPS: gl.constexpr):
+    """Add a row tile's products with every part of the block, and wait for the ones before.
+
+    Args:
+        sums: of every row tile, by part of the block.
+        a: the row tile's weights, as operand A of the first part.
+        xs: the parts' activations, [K, tokens].
+        r: which row tile.
+        RUNNING: weights whose products may be left running.
+        WARPS: that multiply.
+    """
+    after = ()
+    for i in gl.static_range(len(sums)):
+        total = sums[i]
+        if i // len(xs) == r:
+            # The same registers in every part's layout.
+            operand = gl.convert_layout(
+                a,
+                gl.DotOperandLayout(0, sums_of(xs[i % len(xs)].shape[1], WARPS), 2),
+                assert_trivial=True,
+            )
+            total = warpgroup_mma(operand, xs[i % len(xs)], total, is_async=True)
+        after = after + (total,)
+    return wait_for_products(after, RUNNING * len(xs))
 
 
 @gluon.jit
@@ -187,13 +286,3 @@ def reduce_and_store(
                     first_tile, first_token, BEGIN, PIECE,
                 )  # fmt: skip
             gl.store(arrivals_ptr + tile_of_y, 0)
-
-
-@gluon.constexpr_function
-def steps_of(chunks, chunks_a_step, split_k):
-    """Count the steps of a program: at least two, since Triton 3.6 fails on a loop of one pass.
-
-    An even number where a step is one chunk, so that a split begins with a group.
-    """
-    steps = max(2, -(-chunks // (chunks_a_step * split_k)))
-    return steps + steps % 2 if chunks_a_step == 1 else steps
