@@ -14,6 +14,7 @@ PACKAGES = (
     "service/taut_service",
     "kernels/taut_kernels",
     "kernels/taut_bench",
+    "kernels/tuning",
 )
 OPS = ("activation", "attention", "gemm", "loss", "norm", "primitives", "rope", "softmax")
 """Folders of ops. The dispatcher takes flat arguments: an op's functions have those of its schema,

@@ -31,6 +31,7 @@ from taut_kernels.gemm.w4a16.ring_tile import (
 from taut_kernels.gemm.w4a16.weight_format import DEFAULT
 from taut_kernels.launch import launcher
 from tuning import tune_w4a16_wgmma
+from tuning.decode_ring_candidates import decode_ring_candidates
 
 DTYPES = (torch.float16, torch.bfloat16)
 TILES = {
@@ -205,7 +206,7 @@ def test_kernel_variants_cover_every_measured_tile_and_every_format() -> None:
 def test_candidates_fit_the_card() -> None:
     for N, K in PRODUCTS.values():
         for M in (16, 32, 64):
-            for tile in tune_w4a16_wgmma.ring_candidates(N, K, M):
+            for tile in decode_ring_candidates(N, K, M):
                 assert tile.stages_that_fit(token_tiles(M), 128, has_zeros=False) == tile.stages
                 ring = tile.stages * tile.stage_bytes(token_tiles(M), 128, has_zeros=False)
                 assert 2 * ring < SHARED_BYTES
