@@ -59,6 +59,12 @@ def early_start(WAIT: gl.constexpr):
 
 
 @gluon.constexpr_function
+def row_major(rank):
+    """Lay out shared memory without a swizzle, the last axis innermost."""
+    return gl.SwizzledSharedLayout(1, 1, 1, list(reversed(range(rank))))
+
+
+@gluon.constexpr_function
 def _axis_layout(axis, layout, rank):
     """Lay out one axis of a layout: every other one sliced away, the last outermost."""
     for other in reversed(range(rank)):

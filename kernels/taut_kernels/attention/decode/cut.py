@@ -25,55 +25,32 @@ _LENGTHS = (64, 256, attention_tiles.MOST_LENGTHS)
 
 
 class Queries(NamedTuple):
-    """What a form of the kernel knows of queries.
+    """What a form of the kernel knows of queries."""
 
-    Attributes:
-        tokens: T, of a sequence.
-        group: query heads a key head.
-        dim: D, elements of a head.
-        block_d: ``dim`` up to a power of two.
-        windowed: a query sees the keys of a window alone.
-    """
-
-    tokens: int
-    group: int
-    dim: int
-    block_d: int
-    windowed: bool
+    tokens: int  # T, of a sequence
+    group: int  # query heads a key head
+    dim: int  # D, elements of a head
+    block_d: int  # ``dim`` up to a power of two
+    windowed: bool  # a query sees the keys of a window alone
 
 
 class Cache(NamedTuple):
-    """What a form of the kernel knows of caches.
+    """What a form of the kernel knows of caches."""
 
-    Attributes:
-        page: keys of one.
-        same_strides: of keys and values.
-    """
-
-    page: int
-    same_strides: bool
+    page: int  # keys of one
+    same_strides: bool  # of keys and values
 
 
 class Cut(NamedTuple):
-    """How a form of the kernel divides rows of queries, and keys.
+    """How a form of the kernel divides rows of queries, and keys."""
 
-    Attributes:
-        rows: query rows of a program, at most ``block_m``.
-        block_m: rows of a product.
-        kept: rows of a product that the softmax is worked out for.
-        block_r: ``rows`` up to a power of two.
-        unroll: splits merged at once.
-        keys: of a warp in a step.
-        warps: of a program.
-    """
-
-    rows: int
-    block_m: int
-    kept: int
-    block_r: int
-    unroll: int
-    keys: int
-    warps: int
+    rows: int  # query rows of a program, at most ``block_m``
+    block_m: int  # rows of a product
+    kept: int  # rows of a product that the softmax is worked out for
+    block_r: int  # ``rows`` up to a power of two
+    unroll: int  # splits merged at once
+    keys: int  # of a warp in a step
+    warps: int  # of a program
 
 
 def row_blocks(rows: int) -> tuple[int, int]:

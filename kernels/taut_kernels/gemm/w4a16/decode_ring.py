@@ -20,42 +20,6 @@ from taut_kernels.launch import launcher
 _KERNEL = launcher.Launcher(w4a16_decode_ring_kernel)
 
 
-def launch_constants(
-    tile: RingTile,
-    K: int,
-    tiles: tuple[int, int],
-    group_size: int,
-    *,
-    has_zeros: bool,
-    pdl: bool,
-) -> launcher.Constants:
-    """Return the kernel constants that follow from tile and shape.
-
-    Args:
-        tile: how to cut the work.
-        K: input features.
-        tiles: a warp's of 16 rows, and of 8 tokens.
-        group_size: G, or 0 for one group a channel.
-        has_zeros: with zero points.
-        pdl: the card has programmatic dependent launch.
-    """
-    rows, tokens = tiles
-    return {
-        "PDL": pdl,
-        "K": K,
-        "GROUP_SIZE": group_size,
-        "HAS_ZEROS": has_zeros,
-        "CUT": Cut(
-            token_tiles=tokens,
-            row_tiles=rows,
-            row_warps=tile.row_warps,
-            chunks_per_step=tile.chunks_per_step,
-            split_k=tile.split_k,
-            stages=tile.stages_that_fit(tokens, group_size, has_zeros=has_zeros),
-        ),
-    }
-
-
 def plan(tile: RingTile, call: Call) -> OneProduct:
     """Prepare a call of at most 64 tokens.
 
@@ -70,8 +34,14 @@ def plan(tile: RingTile, call: Call) -> OneProduct:
         raise ValueError(f"x must have at most {MAX_TOKENS} rows for a ring tile, got {call.M}")
     row_tiles, tokens = min(tile.row_tiles, call.N // 16), token_tiles(call.M)
 
-    def constants(pdl: bool) -> launcher.Constants:
-        shape = (call.K, (row_tiles, tokens), call.group)
-        return launch_constants(tile, *shape, has_zeros=call.has_zeros, pdl=pdl)
+    def cut() -> Cut:
+        return Cut(
+            token_tiles=tokens,
+            row_tiles=row_tiles,
+            row_warps=tile.row_warps,
+            chunks_per_step=tile.chunks_per_step,
+            split_k=tile.split_k,
+            stages=tile.stages_that_fit(tokens, call.group, has_zeros=call.has_zeros),
+        )
 
-    return plan_rows(_KERNEL, tile, (row_tiles, tokens), call, constants)
+    return plan_rows(_KERNEL, tile, (row_tiles, tokens), call, cut)

@@ -38,7 +38,7 @@ from taut_kernels.gemm.w4a16.ring_stage_jit import (
     load_activations,
     multiply_chunks,
 )
-from taut_kernels.hopper import barrier, early_start
+from taut_kernels.hopper import barrier, early_start, row_major
 
 
 @gluon.constexpr_function
@@ -48,11 +48,6 @@ def _steps(chunks, chunks_a_step):
     Triton 3.6 fails on a loop of one pass.
     """
     return max(4, -(-chunks // (2 * chunks_a_step)) * 2)
-
-
-@gluon.constexpr_function
-def _row_major(rank):
-    return gl.SwizzledSharedLayout(1, 1, 1, list(reversed(range(rank))))
 
 
 @gluon.jit
@@ -89,17 +84,17 @@ def _allocate(
     w, s, z, x = (), (), (), ()
     for _ in gl.static_range(2):
         words = gl.allocate_shared_memory(
-            gl.int32, [HALF, WARP_TILES, 1, ROW_WARPS, 32, 4], _row_major(5)
+            gl.int32, [HALF, WARP_TILES, 1, ROW_WARPS, 32, 4], row_major(5)
         )
         scales = gl.allocate_shared_memory(
-            gl.int32, [S_HALF, WARP_SCALES, 1, ROW_WARPS, 32], _row_major(4)
+            gl.int32, [S_HALF, WARP_SCALES, 1, ROW_WARPS, 32], row_major(4)
         )
         zeros = scales
         if HAS_ZEROS:
             zeros = gl.allocate_shared_memory(
-                gl.int32, [S_HALF, WARP_ZEROS, 1, ROW_WARPS, 8], _row_major(4)
+                gl.int32, [S_HALF, WARP_ZEROS, 1, ROW_WARPS, 8], row_major(4)
             )
-        values = gl.allocate_shared_memory(gl.int32, [HALF, FRAGMENTS, 32, 4], _row_major(3))
+        values = gl.allocate_shared_memory(gl.int32, [HALF, FRAGMENTS, 32, 4], row_major(3))
         w, s, z, x = w + (words,), s + (scales,), z + (zeros,), x + (values,)
     return w, s, z, x
 

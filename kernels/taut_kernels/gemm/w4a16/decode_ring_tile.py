@@ -18,23 +18,14 @@ _RESERVED_BYTES = 2048
 
 
 class Cut(NamedTuple):
-    """What a form of the kernel knows of its tile, one constant.
+    """What a form of the kernel knows of its tile, one constant."""
 
-    Attributes:
-        token_tiles: of 8 tokens: 1, 2, 4 or 8.
-        row_tiles: 16-row tiles a warp.
-        row_warps: warps of a program.
-        chunks_per_step: a warp's, 2 or 4: a step has whole groups.
-        split_k: programs along K.
-        stages: of the ring, even.
-    """
-
-    token_tiles: int
-    row_tiles: int
-    row_warps: int
-    chunks_per_step: int
-    split_k: int
-    stages: int
+    token_tiles: int  # of 8 tokens: 1, 2, 4 or 8
+    row_tiles: int  # 16-row tiles a warp
+    row_warps: int  # warps of a program
+    chunks_per_step: int  # a warp's, 2 or 4: a step has whole groups
+    split_k: int  # programs along K
+    stages: int  # of the ring, even
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,27 +32,16 @@ WARPS_WANTED = 1536
 
 
 class DecodeCut(NamedTuple):
-    """What a form of the kernel knows of its tile, one constant.
+    """What a form of the kernel knows of its tile, one constant."""
 
-    Attributes:
-        token_tiles: 1 for M ≤ 8, 2 for M ≤ 16.
-        row_warps: warps beside each other, a 16-row tile each.
-        k_warps: warps along K.
-        split_k: programs along K.
-        depth: chunks of weights in flight.
-        x_depth: chunks of activations in flight.
-        batch: chunks consumed between two rounds of loads; divides 8 and both depths.
-        fence: keep ptxas from sinking loads to their uses.
-    """
-
-    token_tiles: int
-    row_warps: int
-    k_warps: int
-    split_k: int
-    depth: int
-    x_depth: int
-    batch: int
-    fence: bool
+    token_tiles: int  # 1 for M ≤ 8, 2 for M ≤ 16
+    row_warps: int  # warps beside each other, a 16-row tile each
+    k_warps: int  # warps along K
+    split_k: int  # programs along K
+    depth: int  # chunks of weights in flight
+    x_depth: int  # chunks of activations in flight
+    batch: int  # chunks consumed between two rounds of loads; divides 8 and both depths
+    fence: bool  # keep ptxas from sinking loads to their uses
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ MINUS_MIDDLE = {"bf16": 0xC308C308, "f16": 0xE408E408}
 """Two floats -(magic + 8): what a symmetric scheme adds to ``magic + q`` to get ``q - 8``."""
 MINUS_MAGIC = {"bf16": 0xC300C300, "f16": 0xE400E400}
 """Two floats -magic: ``minus magic | zero`` is ``-(magic + zero)``."""
-_NEGATIVE_ZERO = 0x80008000
+NEGATIVE_ZERO = 0x80008000
 
 whole_quads = gluon.constexpr_function(ring_tile.whole_quads)
 scale_lines = gluon.constexpr_function(ring_tile.scale_lines)
@@ -89,7 +89,7 @@ def part_ptx(element: str, has_zeros: bool, part: int, parts: int) -> str:
     first_word = 4 * count
     zeros, scales = first_word + 4, first_word + 4 + (4 * halves if has_zeros else 0)
     text = ["{", ".reg .b32 shifted, value, one, nothing, offset0, offset1, scale0, scale1;"]
-    text += [f"mov.b32 one, {ONE[element]:#x};", f"mov.b32 nothing, {_NEGATIVE_ZERO:#x};"]
+    text += [f"mov.b32 one, {ONE[element]:#x};", f"mov.b32 nothing, {NEGATIVE_ZERO:#x};"]
     if not has_zeros:
         text += [f"mov.b32 offset{row}, {MINUS_MIDDLE[element]:#x};" for row in (0, 1)]
     for step in range(count):

@@ -7,23 +7,14 @@ from typing import NamedTuple
 
 
 class Cut(NamedTuple):
-    """What a form of the kernel knows of its tile, one constant.
+    """What a form of the kernel knows of its tile, one constant."""
 
-    Attributes:
-        block_m: tokens a program.
-        chunks_per_step: 1 or 2 chunks of 64 K indices.
-        split_k: programs along K.
-        reordered: activations are in fragment order.
-        early_wait: wait for products before the next conversion.
-        warps: of a program, a 16-row tile each.
-    """
-
-    block_m: int
-    chunks_per_step: int
-    split_k: int
-    reordered: bool
-    early_wait: bool
-    warps: int
+    block_m: int  # tokens a program
+    chunks_per_step: int  # 1 or 2 chunks of 64 K indices
+    split_k: int  # programs along K
+    reordered: bool  # activations are in fragment order
+    early_wait: bool  # wait for products before the next conversion
+    warps: int  # of a program, a 16-row tile each
 
 
 @dataclass(frozen=True, slots=True)

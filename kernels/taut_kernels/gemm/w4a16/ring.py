@@ -51,10 +51,8 @@ def product(tile: WgmmaRingTile, call: Call, rows: int) -> Fills:
         require_meeting_places(grid[0] * grid[2], call.N)
 
     def constants() -> tuple[launcher.Constants, launcher.Constants]:
-        named = tile.launch_constants(
-            call.K, call.group, has_zeros=call.has_zeros, row_tiles=row_tiles
-        )
-        named |= {"HAS_BIAS": call.has_bias, "ELEMENT": ELEMENT[call.dtype], "PDL": True}
+        cut = tile.cut(call.group, has_zeros=call.has_zeros, row_tiles=row_tiles)
+        named = {"CUT": cut, "PDL": True, "ELEMENT": ELEMENT[call.dtype]} | call.constants
         options = {"num_warps": tile.num_warps, "maxnreg": tile.registers or None}
         return named, options | launcher.PDL_OPTIONS[True]
 

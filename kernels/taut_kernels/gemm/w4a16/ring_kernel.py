@@ -47,6 +47,7 @@ from taut_kernels.hopper import (
     multiply,
     no_sums,
     reduce_and_store,
+    row_major,
     steps_of,
     sums_of,
     wait_for_products,
@@ -54,11 +55,6 @@ from taut_kernels.hopper import (
 
 # Triton 3.9 has reinterpret, 3.6 only _reinterpret.
 _PUBLIC = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
-
-
-@gluon.constexpr_function
-def _row_major(rank):
-    return gl.SwizzledSharedLayout(1, 1, 1, list(reversed(range(rank))))
 
 
 @gluon.constexpr_function
@@ -74,16 +70,14 @@ def _allocate(
 ):  # fmt: skip
     """Allocate the rings of weights, scales and zero points, and one of activations a chunk."""
     S_STAGES: gl.constexpr = STAGES if HAS_GROUPS else 1
-    words = gl.allocate_shared_memory(
-        gl.int32, [STAGES, WARP_TILES, 1, WARPS, 32, 4], _row_major(5)
-    )
+    words = gl.allocate_shared_memory(gl.int32, [STAGES, WARP_TILES, 1, WARPS, 32, 4], row_major(5))
     scales = gl.allocate_shared_memory(
-        gl.int32, [S_STAGES, WARP_SCALES, 1, WARPS, 32], _row_major(4)
+        gl.int32, [S_STAGES, WARP_SCALES, 1, WARPS, 32], row_major(4)
     )
     zeros = scales
     if HAS_ZEROS:
         zeros = gl.allocate_shared_memory(
-            gl.int32, [S_STAGES, WARP_ZEROS, 1, WARPS, 8], _row_major(4)
+            gl.int32, [S_STAGES, WARP_ZEROS, 1, WARPS, 8], row_major(4)
         )
     # Words of two columns: rows of 128 bytes, swizzled as `wgmma` reads them.
     X_WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)

@@ -7,7 +7,7 @@ for more than 8 tokens; :mod:`.rule` chooses for a shape nobody measured.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 MAX_TOKENS = 1024
 """Largest bucket of M that a table may give a tile without ``tma``."""
@@ -20,31 +20,18 @@ _RESERVED_BYTES = 1024
 
 
 class Cut(NamedTuple):
-    """What a form of either kernel knows of its tile, one constant.
+    """What a form of either kernel knows of its tile, one constant."""
 
-    Attributes:
-        block_m: tokens a program.
-        row_tiles: of 16 rows a warp: sums of their own.
-        warps: that multiply; four make a warp group.
-        chunks_per_step: 2 or 4: a step has whole groups; fed by TMA also 1, maybe half a group.
-        split_k: programs along K.
-        stages: of the ring.
-        parts: products a chunk of a row tile, 1, 2 or 4.
-        running: products left running while the next one's weights are converted.
-        group_m: blocks of tokens beside each other; 0: the grid's axis 2.
-        pieces: of a block of tokens; 3, 5 or 9 are two parts, ``split_k`` is 1.
-    """
-
-    block_m: int
-    row_tiles: int
-    warps: int
-    chunks_per_step: int
-    split_k: int
-    stages: int
-    parts: int
-    running: int
-    group_m: int
-    pieces: int
+    block_m: int  # tokens a program
+    row_tiles: int  # of 16 rows a warp: sums of their own
+    warps: int  # that multiply; four make a warp group
+    chunks_per_step: int  # 2 or 4: a step has whole groups; fed by TMA also 1, maybe half a group
+    split_k: int  # programs along K
+    stages: int  # of the ring
+    parts: int  # products a chunk of a row tile, 1, 2 or 4
+    running: int  # products left running while the next one's weights are converted
+    group_m: int  # blocks of tokens beside each other; 0: the grid's axis 2
+    pieces: int  # of a block of tokens; 3, 5 or 9 are two parts, ``split_k`` is 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,13 +173,10 @@ class WgmmaRingTile:
             return f"split_k: {meetings} tiles meet, arrivals counts {N // 16}"
         return None
 
-    def launch_constants(
-        self, K: int, group_size: int, *, has_zeros: bool, row_tiles: int | None = None
-    ) -> dict[str, Any]:
-        """Return the constants that both kernels have.
+    def cut(self, group_size: int, *, has_zeros: bool, row_tiles: int | None = None) -> Cut:
+        """Return the tile as kernels take it.
 
         Args:
-            K: input features.
             group_size: G, or 0 for one group a channel.
             has_zeros: with zero points.
             row_tiles: of a warp, where the layer has fewer than the tile.
@@ -200,23 +184,18 @@ class WgmmaRingTile:
         Raises:
             ValueError: the tile's ring does not fit shared memory.
         """
-        return {
-            "K": K,
-            "GROUP_SIZE": group_size,
-            "HAS_ZEROS": has_zeros,
-            "CUT": Cut(
-                block_m=self.block_m,
-                row_tiles=row_tiles or self.group_tiles,
-                warps=self.num_warps,
-                chunks_per_step=self.chunks_per_step,
-                split_k=self.split_k,
-                stages=self.stages_that_fit(group_size, has_zeros=has_zeros),
-                parts=self.parts,
-                running=self.running,
-                group_m=self.group_m,
-                pieces=self.pieces,
-            ),
-        }
+        return Cut(
+            block_m=self.block_m,
+            row_tiles=row_tiles or self.group_tiles,
+            warps=self.num_warps,
+            chunks_per_step=self.chunks_per_step,
+            split_k=self.split_k,
+            stages=self.stages_that_fit(group_size, has_zeros=has_zeros),
+            parts=self.parts,
+            running=self.running,
+            group_m=self.group_m,
+            pieces=self.pieces,
+        )
 
 
 def whole_quads(chunks: int, group_size: int) -> bool:

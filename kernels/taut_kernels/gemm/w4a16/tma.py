@@ -102,8 +102,8 @@ def product(tile: WgmmaRingTile, call: Call, rows: int) -> FedProduct:
         sums = grid[0] * grid[1] * grid[2] * tile.rows * tile.block_m
 
     def constants() -> tuple[launcher.Constants, launcher.Constants]:
-        named = tile.launch_constants(call.K, call.group, has_zeros=call.has_zeros)
-        named["HAS_BIAS"] = call.has_bias
+        cut = tile.cut(call.group, has_zeros=call.has_zeros)
+        named = {"CUT": cut} | call.constants
         options = {"num_warps": tile.num_warps, "maxnreg": tile.registers or None}
         return named, options | launcher.PDL_OPTIONS[True]
 
