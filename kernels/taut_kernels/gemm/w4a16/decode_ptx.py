@@ -13,26 +13,7 @@ from __future__ import annotations
 
 import triton
 
-from taut_kernels.gemm.w4a16.int4_jit import (
-    MAGIC,
-    MINUS_MAGIC,
-    MINUS_MIDDLE,
-    ONE,
-    both_rows,
-    shifted,
-)
-
-
-@triton.constexpr_function  # type: ignore[untyped-decorator]
-def unpack_zeros(element: str) -> list[str]:
-    """Write what turns the lowest zero points of the register ``shifted`` into ``offset0`` and 1.
-
-    They are those of rows g and g + 8 (:mod:`.layout`); each is needed twice in
-    one register.
-    """
-    # 0xEA is (source & mask) | magic.
-    pair = f"lop3.b32 shifted, shifted, 0x000f000f, {MINUS_MAGIC[element]:#x}, 0xEA;"
-    return [pair, *both_rows("offset", "shifted")]
+from taut_kernels.gemm.w4a16.int4_jit import MAGIC, MINUS_MIDDLE, ONE, shifted, unpack_zeros
 
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]

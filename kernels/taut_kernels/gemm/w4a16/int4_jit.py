@@ -68,6 +68,18 @@ def both_rows(name: str, pair: str) -> list[str]:
 
 
 @gluon.constexpr_function
+def unpack_zeros(element: str) -> list[str]:
+    """Write what turns the lowest zero points of the register ``shifted`` into ``offset0`` and 1.
+
+    They are those of rows g and g + 8 (:mod:`.layout`); each is needed twice in
+    one register.
+    """
+    # 0xEA is (source & mask) | magic.
+    pair = f"lop3.b32 shifted, shifted, 0x000f000f, {MINUS_MAGIC[element]:#x}, 0xEA;"
+    return [pair, *both_rows("offset", "shifted")]
+
+
+@gluon.constexpr_function
 def part_ptx(element: str, has_zeros: bool, part: int, parts: int) -> str:
     """Write the PTX of ``(q - zero) * scale`` for some of a lane's four words.
 

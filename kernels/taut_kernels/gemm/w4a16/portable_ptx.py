@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import triton
 
-from taut_kernels.gemm.w4a16.decode_ptx import unpack_zeros
 from taut_kernels.gemm.w4a16.int4_jit import (
     MINUS_MIDDLE,
     NEGATIVE_ZERO,
@@ -22,6 +21,7 @@ from taut_kernels.gemm.w4a16.int4_jit import (
     both_rows,
     scaled_pair,
     shifted,
+    unpack_zeros,
 )
 
 _OUTPUTS = 16
