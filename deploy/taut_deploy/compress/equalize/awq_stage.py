@@ -1,17 +1,14 @@
 """The ``awq`` stage: factors of least output error are folded into what produces an input."""
 
-from collections.abc import Mapping, Sequence
-from functools import partial
-from itertools import chain
+from collections.abc import Sequence
 
 import torch
 
 from taut_deploy.compress.calibrate.observe import InputGroup
-from taut_deploy.compress.equalize.apply import apply_scales
+from taut_deploy.compress.equalize.apply import apply_scales, choose_together
 from taut_deploy.compress.equalize.awq import Rounding, choose_scales
 from taut_deploy.compress.equalize.fold import Fold, Tie, find_fold
 from taut_deploy.compress.formats.protocol import WeightFormat
-from taut_deploy.compress.layers_at_once import solve_layers
 from taut_deploy.compress.quantize import rtn
 from taut_deploy.compress.state import BlockState, LayerState
 from taut_deploy.compress.threads import single_thread
@@ -26,34 +23,20 @@ def awq(state: BlockState, index: int, stage: Awq) -> None:
         RecipeError: no input of the block can be scaled.
         ModelError: a weight or an input is not finite; names the layer.
     """
-    folds = {group.layers[0]: (group, fold) for group, fold in _folds(state, index, stage)}
-    members = {name: [state.layers[one] for one in folds[name][0].layers] for name in folds}
-    ties = {state.layers[name].name: fold.tie for name, (_, fold) in folds.items()}
-    # Chosen before any is applied: what takes an input's factors was there before its readers.
-    chosen = solve_layers(
-        partial(_chosen, ties=ties), chain.from_iterable(members.values()), state.devices
-    )
-    by_layer = dict(
-        zip((one.name for each in members.values() for one in each), chosen, strict=True)
-    )
-    for name, (group, fold) in folds.items():
-        scales = by_layer[state.layers[name].name]
-        if scales is None or bool((scales == 1).all()):
-            continue
-        apply_scales(group, members[name], fold, scales)
-        for layer in members[name]:
+    for group, fold, layers, scales in choose_together(state, _folds(state, index, stage), _chosen):
+        apply_scales(group, layers, fold, scales)
+        for layer in layers:
             layer.methods.append(stage.method)
 
 
-def _chosen(layers: Sequence[LayerState], *, ties: Mapping[str, Tie]) -> list[torch.Tensor | None]:
-    """The factors of the input that layers read, for each the same; None where none is rounded."""
+def _chosen(layers: Sequence[LayerState], tie: Tie) -> torch.Tensor | None:
+    """The factors of the input that layers read; None where none of them will be rounded."""
     rounding = _rounding(layers)
     if rounding is None:
-        return [None] * len(layers)
+        return None
     weights = [layer.sound_weight() for layer in layers]
     with single_thread():
-        scales = choose_scales(layers[0].hessian(), weights, rounding, ties[layers[0].name])
-    return [scales] * len(layers)
+        return choose_scales(layers[0].hessian(), weights, rounding, tie)
 
 
 def _folds(state: BlockState, index: int, stage: Awq) -> list[tuple[InputGroup, Fold]]:
