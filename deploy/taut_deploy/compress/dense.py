@@ -19,8 +19,16 @@ _SHAPE_KEYS = (
 )
 
 
-def load_dense(directory: Path, device: str, *, trust_remote_code: bool) -> Any:
+def load_dense(
+    directory: Path, device: str, *, trust_remote_code: bool, held_on: str | None = None
+) -> Any:
     """The model of a directory, ready to run, nothing in it trained.
+
+    Args:
+        directory: of the model.
+        device: ``cpu`` or ``cuda``, where it computes.
+        trust_remote_code: let the model's own Python code run.
+        held_on: device of the weights until they are moved; ``device`` if None.
 
     Raises:
         ModelError: transformers cannot load it.
@@ -39,7 +47,7 @@ def load_dense(directory: Path, device: str, *, trust_remote_code: bool) -> Any:
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:160]
         raise ModelError(f"{directory}: cannot be loaded ({reason})") from error
-    return model.to(device).eval().requires_grad_(False)
+    return model.to(held_on or device).eval().requires_grad_(False)
 
 
 def write_dense(
