@@ -42,7 +42,6 @@ folders of no room and this folder's own tests, too."""
 ALONE = (
     "deploy/test_mock_engine.py",
     "deploy/test_validate_latency.py",
-    "deploy/test_validate_latency_job.py",
     "service/test_faults_named.py",
     "service/test_faults_overload.py",
     "service/test_json_bounds.py",
