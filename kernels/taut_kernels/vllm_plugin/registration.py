@@ -14,6 +14,7 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger
 from taut_kernels.vllm_plugin import (
     block_scaled_mm,
     compat,
+    compiled_graph,
     decode_attention,
     fused_ops,
     gauges,
@@ -92,6 +93,7 @@ def install(mode: str) -> None:
     token_tables.install()
     if current_platform.is_cpu():
         _replace_wrong_int8()
+        compiled_graph.allow_loading()
 
     fused_ops.install(mode)
     decode_attention.install()
