@@ -19,6 +19,8 @@ import pytest
 from built_images import image, model_packages, quick_recipe
 from compose_files import needs_compose
 from compose_project import Project, project
+from compose_rollout import SECTIONS, ask_until_ended, promote, sections_file
+from compose_rollout import status as rollout_status
 from container_engine import EngineError, engine, wait_for
 
 from taut_deploy.ports import free_port
@@ -246,6 +248,32 @@ def test_killed_worker_is_answered_for_honestly_and_comes_back(running):
     wait_for(lambda: running.post(ASK)[0] == 200, START_TIMEOUT_S, running.logs)
     assert running.state("worker")["Pid"] != pid
     assert running.post(ASK)[1]["choices"][0]["text"].startswith(" Paris")
+
+
+def test_rollout_profile_moves_all_traffic_to_the_candidate(running, tmp_path):
+    """As docker/README.md says it, by real containers; workers go on as they are."""
+    before = {name: running.state(name)["Pid"] for name in ("worker", "worker-baseline")}
+    settings = str(sections_file(tmp_path))
+    for command in (
+        ("run", "--no-TTY", "--no-deps", "prepare-rollout"),
+        ("up", "--detach", "--no-deps", "--force-recreate", "gateway"),
+    ):
+        done = running.compose("--profile", "rollout", *command, TAUT_ROLLOUT_CONFIG=settings)
+        assert done.returncode == 0, done.stdout[-2000:]
+    wait_for(lambda: running.readiness() == 200, 120, running.logs)
+    assert rollout_status(running, MODEL)["weights"] == {"baseline": 1, "w8a8": 0}
+    promote(running, "start", MODEL, "w8a8")
+    ended, asked = ask_until_ended(running, MODEL, 600)
+    assert (ended["phase"], ended["percent"]) == ("complete", 100), ended
+    assert ended["weights"] == {"baseline": 0, "w8a8": 1}
+    assert asked >= 3 * SECTIONS["rollout"]["min_answers"]
+    told = promote(running, "history")
+    assert [share for share in ("0 %", "50 %", "100 %") if share in told] == [
+        "0 %",
+        "50 %",
+        "100 %",
+    ]
+    assert {name: running.state(name)["Pid"] for name in before} == before
 
 
 def tokens_that_take(running: Project, seconds: float) -> int:

@@ -27,6 +27,7 @@ from taut_deploy.serve.settings import ServeSettings
 from taut_deploy.worker import WorkerSpec, cpu_layout, installed_platform, worker_command
 
 _POLL_S = 0.5
+_READY_POLL_S = 2.0
 _WORKER_GRACE_S = 40.0
 _GATEWAY_GRACE_S = 35.0
 
@@ -204,7 +205,7 @@ async def _announce_readiness(
             )
         if not ready:
             phases.report()
-        await asyncio.sleep(_POLL_S)
+        await asyncio.sleep(_READY_POLL_S if ready else _POLL_S)
 
 
 def is_ready(url: str) -> bool:
