@@ -73,7 +73,8 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
         "volumes": [f"{model_packages()}:/packages:ro", f"{quick_recipe(folder)}:/recipe.yaml:ro"],
     }
     binary = {"entrypoint": [PROMETHEUS], "volumes": [f"{PROMETHEUS}:{PROMETHEUS}:ro"]}
-    override = {"services": {"prepare": packages, **({"prometheus": binary} if PROMETHEUS else {})}}
+    jobs = {"prepare": packages, "prepare-rollout": {"volumes": packages["volumes"]}}
+    override = {"services": {**jobs, **({"prometheus": binary} if PROMETHEUS else {})}}
     with project(host, folder, free_port(), override, variables) as mine:
         started = time.monotonic()
         done = mine.compose("up", "--detach", timeout_s=START_TIMEOUT_S)
