@@ -20,7 +20,7 @@ def inspect_here(registry: ModuleType) -> None:
         registry: ``vllm.model_executor.models.registry``; one that starts no process stays.
     """
     if hasattr(registry, "_run_in_subprocess"):
-        registry._run_in_subprocess = _run_here
+        setattr(registry, "_run_in_subprocess", _run_here)  # noqa: B010 - untyped module
 
 
 def _run_here(inspect: Callable[[], Any]) -> Any:
