@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # The checkout must never shadow an installed package (kernels/, docker/, tests/).
 export PYTHONSAFEPATH := 1
+# The suite starts hundreds of Pythons: what one has compiled the next need not.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help serve test setup chart chart-tools images release container-tools system-tools check lint types contracts aot test-gpu bench bench-gpu docs clean
 
