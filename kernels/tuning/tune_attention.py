@@ -9,12 +9,10 @@ judged by the geometric mean of its times over :data:`DECODE_SHAPES`.
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import dataclasses
 import itertools
 import json
 import math
-import multiprocessing
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -52,6 +50,7 @@ from tuning.attention_candidates import (
     hopper_candidates,
     splits_candidates,
 )
+from tuning.compiling import compile_all
 
 TOKENS = 4096
 """Of the prompt that prefill's tiles are timed on."""
@@ -132,22 +131,6 @@ def _compile(job: _Job) -> str | None:
     except REFUSED as error:
         return f"{kernel} {tile}: {first_line(error)}"
     return None
-
-
-def _compile_all(jobs: Sequence[_Job], processes: int) -> set[_Job]:
-    """Compile candidates beside each other; return those that compile."""
-    context = multiprocessing.get_context("spawn")
-    good = set()
-    with concurrent.futures.ProcessPoolExecutor(processes, mp_context=context) as pool:
-        chunk = max(1, len(jobs) // (processes * 4))
-        for job, line in zip(jobs, pool.map(_compile, jobs, chunksize=chunk), strict=True):
-            if line:
-                sys.stdout.write(f"does not compile: {line}\n")
-            else:
-                good.add(job)
-    sys.stdout.write(f"compiled {len(good)} of {len(jobs)} candidates\n")
-    sys.stdout.flush()
-    return good
 
 
 def _checked(where: str, judge: Callable[[], str | None]) -> bool:
@@ -320,9 +303,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if cuda_device.missing("tuning.tune_attention"):
         return 2
     kernels = arguments.kernel or attention_tiles.KERNELS
-    jobs = _jobs(kernels)
-    compiled = _compile_all(jobs, arguments.processes)
-    good = [job for job in jobs if job in compiled]
+    good = compile_all(_compile, _jobs(kernels), arguments.processes)
     results: list[Result] = []
     for kernel in kernels:
         for found in _tuned(kernel, good):

@@ -7,11 +7,9 @@ Programmatic dependent launch is not tried: a chain of equal kernels overlaps as
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import itertools
 import json
-import multiprocessing
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,6 +40,7 @@ from taut_kernels.rowwise import quantize
 from taut_kernels.rowwise import tiles as tiles_fused
 from taut_kernels.rowwise.tiles import FusedTile
 from taut_kernels.tuner import timing
+from tuning.compiling import compile_all
 
 TIE = 1.02
 """Times this near each other are not told apart."""
@@ -209,13 +208,7 @@ def run(widths: Mapping[str, Sequence[int]], tokens: Sequence[int], output: Path
         for M in sorted(tokens)
     ]
     jobs = dict.fromkeys((name, N, tile) for name, N, _, tiles in cells for tile in tiles)
-    context = multiprocessing.get_context("spawn")
-    workers = max(1, min(14, (os.cpu_count() or 2) - 2))
-    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
-        for line in pool.map(_compile, jobs, chunksize=max(1, len(jobs) // (4 * workers))):
-            if line:
-                sys.stdout.write(f"does not compile: {line}\n")
-    sys.stdout.write(f"compiled {len(jobs)} candidates\n")
+    compile_all(_compile, jobs, max(1, min(14, (os.cpu_count() or 2) - 2)))
     results: list[Timed] = []
     output.mkdir(parents=True, exist_ok=True)
     source = "python -m tuning.tune_fused, " + ", ".join(

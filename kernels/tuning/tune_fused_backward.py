@@ -8,9 +8,6 @@ that do not fit L2. What is found goes by hand into the rules of `rowwise/traini
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
-import csv
-import multiprocessing
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from taut_bench import cuda_device
+from taut_bench import cuda_device, report
 from taut_bench.fused_backward import LONG_WIDTHS, WIDTHS
 from taut_bench.shapes import add_effort
 from taut_kernels.activation import swiglu_launch
@@ -31,6 +28,7 @@ from taut_kernels.rowwise.tiles import FusedTile
 from taut_kernels.rowwise.training_tiles import NormRingTile, TrainingTile
 from taut_kernels.tuner import timing
 from taut_kernels.tuner.refusal import REFUSED, first_line
+from tuning.compiling import compile_all
 
 _ELEMENTS = 2**25
 """Of an operand: 64 MiB in bf16."""
@@ -307,12 +305,9 @@ def _tune(name: str, N: int, replays: int) -> list[Row]:
 
 
 def _write(rows: Sequence[Row], directory: Path) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / "tune_fused_backward.csv"
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(("kernel", "N", "us", "tile"))
-        writer.writerows((name, N, f"{us:.2f}", tile) for name, N, us, tile in rows)
+    cells = [(name, N, f"{us:.2f}", tile) for name, N, us, tile in rows]
+    columns = ("kernel", "N", "us", "tile")
+    report.write_csv(directory / "tune_fused_backward.csv", columns, cells)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -332,12 +327,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     jobs: list[Job] = [
         (name, N, tile) for name, N in cases for tile in dict.fromkeys(KERNELS[name].candidates(N))
     ]
-    sys.stdout.write(f"{len(jobs)} candidates\n")
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(arguments.processes, mp_context=context) as pool:
-        for line in pool.map(_compile, jobs, chunksize=2):
-            if line:
-                sys.stdout.write(f"does not run: {line}\n")
+    compile_all(_compile, jobs, arguments.processes)
     copy = timing.copy_ceiling()
     rows: list[Row] = []
     for name, N in cases:

@@ -8,10 +8,8 @@ vocabulary goes into a table for ``taut_kernels/tiles``.
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import dataclasses
 import json
-import multiprocessing
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -27,6 +25,7 @@ from taut_kernels.loss import divergence as loss_divergence
 from taut_kernels.loss import row_softmax
 from taut_kernels.loss.tiles import OPS, RING, LossTile, RingTile, ring_rule, rule
 from taut_kernels.tuner import timing
+from tuning.compiling import compile_all
 
 VOCABULARIES = (32000, 50304, 128256, 151936, 256000)
 """Llama-2, GPT-2 padded, Llama-3, Qwen-2.5, Gemma-2."""
@@ -188,11 +187,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         (op, V) for op in arguments.op or (*OPS, RING) for V in arguments.vocabulary or VOCABULARIES
     ]
     jobs = [(op, V, tile) for op, V in cases for tile in candidates(op, V)]
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(arguments.processes, mp_context=context) as pool:
-        for line in pool.map(_compile, jobs, chunksize=2):
-            if line:
-                sys.stdout.write(f"does not compile: {line}\n")
+    compile_all(_compile, jobs, arguments.processes)
     arguments.output.mkdir(parents=True, exist_ok=True)
     copy = timing.copy_ceiling()
     source = "python -m tuning.tune_loss, " + ", ".join(

@@ -14,20 +14,16 @@ Written after every bucket: ``table.json`` (products whose every bucket was time
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import dataclasses
 import gc
 import importlib
-import multiprocessing
 import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import torch
-import triton
 from torch import Tensor
 
 from taut_bench import cuda_device, scaled_mm_rivals, shapes
@@ -36,20 +32,19 @@ from taut_bench.scaled_mm_layer import (
     ALL_KINDS,
     BLOCK_KIND,
     KINDS,
-    OUT_DTYPE,
     SHAPES,
     Layer,
     make_layer,
 )
 from taut_kernels.gemm.scaled_mm import lookup as tiles_scaled_mm
-from taut_kernels.gemm.scaled_mm import op_fp8 as fp8
-from taut_kernels.gemm.scaled_mm.dispatch import launch, launch_block, make_arrivals
-from taut_kernels.gemm.scaled_mm.tile import BLOCK_GROUP, ScaledMmTile
+from taut_kernels.gemm.scaled_mm.dispatch import make_arrivals
+from taut_kernels.gemm.scaled_mm.tile import ScaledMmTile
 from taut_kernels.launch.launcher import gpu_name
 from taut_kernels.tuner import timing
 from taut_kernels.tuner.refusal import REFUSED, first_line
-from tuning.scaled_mm_candidates import BUCKETS, block_candidates, candidates
-from tuning.scaled_mm_known_tiles import known_tiles
+from tuning.scaled_mm_candidates import BUCKETS
+from tuning.scaled_mm_compile import Compilers, launch_product, say
+from tuning.scaled_mm_plan import FEW_TOKENS, Bucket, Tiles, borrows, first_jobs, plan_of
 from tuning.scaled_mm_results import Final, Results
 
 VLLM = "CUTLASS"
@@ -58,16 +53,8 @@ RIVALS = (VLLM, "_scaled_mm rows", "_scaled_mm tensor", "_int_mm")
 BLOCK_RIVALS = (VLLM, "cuBLAS blocks")
 """DeepGEMM compiles for seconds at most numbers of tokens: `bench.scaled_mm` times it."""
 KNOWN = "try only tiles that won on a measured shape, with K split otherwise; look less long"
-_FEW_TOKENS = 64
-"""Most for which the second kind tries only what did best for the first."""
 _BYTES_PER_US, _OPERATIONS_PER_US = 4.2e6, 1.5e9
 
-Bucket = tuple[int | None, tuple[int, ...]]
-"""Most tokens of a bucket, and those measured."""
-Job = tuple[str, ScaledMmTile]
-"""Op and tile to compile."""
-Tiles = dict[tuple[str, str, Bucket], list[ScaledMmTile]]
-"""What to try, by kind, shape and bucket."""
 Copies = list[Tensor]
 Times = dict[ScaledMmTile, list[float]]
 """Microseconds at each number of tokens of a bucket."""
@@ -93,76 +80,6 @@ class Effort:
 FULL, QUICK = Effort(12, 30, 1500, 8), Effort(3, 12, 800, 4)
 
 
-def _launch(
-    op: str,
-    tile: ScaledMmTile,
-    x: Tensor,
-    weight: Tensor,
-    x_scale: Tensor,
-    weight_scale: Tensor,
-    arrivals: Tensor,
-) -> Tensor:
-    """Run a product of any kind, without zero points and bias."""
-    scales = (x_scale, weight_scale)
-    if op == fp8.BLOCK_OP:
-        return launch_block(tile, x, weight, *scales, None, arrivals, OUT_DTYPE)
-    return launch(tile, x, weight, *scales, None, None, None, arrivals, OUT_DTYPE)
-
-
-def _compile(job: Job) -> str | None:
-    """Compile one form into Triton's cache; a line where it does not compile."""
-    op, tile = job
-    K = 2 * tile.block_k * tile.split_k
-    dtype = torch.int8 if op == "w8a8_gemm" else torch.float8_e4m3fn
-    x = torch.zeros(tile.block_m, K, dtype=torch.int8, device="cuda").view(dtype)
-    weight = torch.zeros(tile.block_n, K, dtype=torch.int8, device="cuda").view(dtype)
-    of_blocks = op == fp8.BLOCK_OP
-    groups = K // BLOCK_GROUP if of_blocks else 1
-    x_scale = torch.ones(tile.block_m, groups, device="cuda")
-    w_scale = torch.ones(1 if of_blocks else tile.block_n, groups, device="cuda")
-    arrivals = make_arrivals(tile.block_n, x.device)
-    try:
-        _launch(op, tile, x, weight, x_scale, w_scale, arrivals)
-        torch.cuda.synchronize()
-    except (triton.CompilationError, triton.OutOfResources, RuntimeError) as error:
-        return f"{op} {tile}: {first_line(error)}"
-    return None
-
-
-class Compilers:
-    """Processes that compile forms into Triton's cache; each form once."""
-
-    def __init__(self, processes: int) -> None:
-        """Start ``processes`` compilers."""
-        context = multiprocessing.get_context("spawn")
-        self._pool = concurrent.futures.ProcessPoolExecutor(processes, mp_context=context)
-        self._done: set[Job] = set()
-
-    def compile(self, jobs: Iterable[Job]) -> None:
-        """Compile every new (op, tile); print what does not compile."""
-        start = time.monotonic()
-        new = [job for job in dict.fromkeys(jobs) if job not in self._done]
-        if not new:
-            return
-        self._done |= set(new)
-        try:
-            for line in self._pool.map(_compile, new):
-                if line:
-                    _say(f"does not compile: {line}")
-        except BrokenProcessPool as error:
-            _say(f"a compiler died ({error}): what is missing is compiled when it is timed")
-        _say(f"compiled {len(new)} forms in {time.monotonic() - start:.1f} s")
-
-    def close(self) -> None:
-        """End the processes."""
-        self._pool.shutdown()
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
-
-
 class Tuning:
     """One run: times what it is given, and writes after every bucket.
 
@@ -185,23 +102,23 @@ class Tuning:
             tiles: candidates, by bucket.
         """
         if time.monotonic() > self.deadline:
-            _say(f"{kind} {shape}: not run: the time was over")
+            say(f"{kind} {shape}: not run: the time was over")
             return
         try:
             layer, copies = self._operands(kind, shape, tiles)
             names, notes = list(BLOCK_RIVALS if kind == BLOCK_KIND else RIVALS), self.results.notes
             ready = scaled_mm_rivals.prepare_all(layer, names, copies, notes, PREPARE[kind])
         except REFUSED as error:
-            _say(f"{kind} {shape}: not run: {first_line(error)}")
+            say(f"{kind} {shape}: not run: {first_line(error)}")
             return
         for bucket, some in tiles.items():
             if time.monotonic() > self.deadline:
-                _say(f"{kind} {shape} from {bucket[1][0]} tokens on: the time was over")
+                say(f"{kind} {shape} from {bucket[1][0]} tokens on: the time was over")
                 return
             try:
                 self._bucket(kind, shape, bucket, some, layer, copies, ready)
             except REFUSED as error:
-                _say(f"{kind} {shape} {bucket[1]}: given up: {first_line(error)}")
+                say(f"{kind} {shape} {bucket[1]}: given up: {first_line(error)}")
             self.results.write()
 
     def _operands(self, kind: str, shape: str, buckets: Iterable[Bucket]) -> tuple[Layer, Copies]:
@@ -232,7 +149,7 @@ class Tuning:
         self.results.add_candidates(kind, shape, Ms, found)
         for tile, us in list(found.items())[: self.top]:
             shown = " ".join(f"{value:8.2f}" for value in us)
-            _say(f"{kind} {shape:22} M={Ms} {shown}  {tile}")
+            say(f"{kind} {shape:22} M={Ms} {shown}  {tile}")
         if not found:
             return
         best = finalists(found)
@@ -240,7 +157,7 @@ class Tuning:
             best.append(shipped)  # a row changes by a time beside the one it has
         finals = [self._final(layer, M, best, copies, ready) for M in Ms]
         for final in finals:
-            _say(f"{kind} {shape:22} {final}")
+            say(f"{kind} {shape:22} {final}")
         self.results.conclude(kind, shape, max_m, finals)
 
     def _search(
@@ -254,10 +171,10 @@ class Tuning:
                 y = subject.call(0)
                 assert isinstance(y, Tensor)
                 if reason := layer.why_wrong(y):
-                    _say(f"WRONG {where} M={M} {tile}: {reason}")
+                    say(f"WRONG {where} M={M} {tile}: {reason}")
                     continue
             except REFUSED as error:
-                _say(f"{where} M={M} {tile}: {first_line(error)}")
+                say(f"{where} M={M} {tile}: {first_line(error)}")
                 continue
             right[tile] = subject
         calls = self._calls(layer, M)
@@ -318,52 +235,9 @@ def _subject(layer: Layer, tile: ScaledMmTile, M: int, copies: Copies) -> timing
 
     def call(i: int) -> Tensor:
         operands = (layer.x[:M], copies[i], layer.scales_of(M), layer.weight_scale)
-        return _launch(layer.op, tile, *operands, arrivals[i])
+        return launch_product(layer.op, tile, *operands, arrivals[i])
 
     return timing.Subject(str(tile), call, len(copies))
-
-
-def _plan(
-    kinds: Sequence[str], names: Sequence[str], buckets: Sequence[Bucket], known: bool, early: bool
-) -> Tiles:
-    """Return every cell's candidates."""
-    plan: Tiles = {}
-    for kind in kinds:
-        for name in names:
-            (N, K), op = shapes.PRODUCTS[name], ALL_KINDS[kind]
-            for bucket in buckets:
-                Ms = bucket[1]
-                if known:
-                    # Its lower end may want another tile, but for few tokens.
-                    ends = Ms if Ms[0] > _FEW_TOKENS else Ms[-1:]
-                    found = [tile for M in ends for tile in known_tiles(op, N, K, M)]
-                elif kind == BLOCK_KIND:
-                    found = list(block_candidates(N, K, Ms[-1], early=early))
-                else:
-                    found = list(candidates(N, K, Ms[-1], early=early, fp8=op == KINDS["fp8"]))
-                plan[kind, name, bucket] = list(dict.fromkeys(found))
-    return plan
-
-
-def _borrows(kind: str, first_kind: str) -> bool:
-    """Say whether what did best for the first kind does for this one, where bytes count."""
-    return kind != first_kind and BLOCK_KIND not in (kind, first_kind)
-
-
-def _first_jobs(plan: Tiles, at_once: bool) -> list[Job]:
-    """Return what to compile before anything is timed.
-
-    Args:
-        plan: what to try.
-        at_once: also what the second kind may need at few tokens.
-    """
-    first_kind = next(iter(plan))[0]
-    return [
-        (ALL_KINDS[kind], tile)
-        for (kind, _, (_, Ms)), tiles in plan.items()
-        if at_once or not _borrows(kind, first_kind) or Ms[-1] > _FEW_TOKENS
-        for tile in tiles
-    ]
 
 
 def run(tuning: Tuning, compilers: Compilers, plan: Tiles) -> None:
@@ -382,10 +256,10 @@ def run(tuning: Tuning, compilers: Compilers, plan: Tiles) -> None:
                 for (its_kind, its_shape, bucket), some in plan.items()
                 if (its_kind, its_shape) == (kind, shape)
             }
-            if _borrows(kind, first_kind):
+            if borrows(kind, first_kind):
                 for bucket in tiles:
                     best = tuning.results.best(first_kind, shape, bucket[1], tuning.effort.kept)
-                    if best and bucket[1][-1] <= _FEW_TOKENS:
+                    if best and bucket[1][-1] <= FEW_TOKENS:
                         tiles[bucket] = best
                 jobs = ((ALL_KINDS[kind], tile) for some in tiles.values() for tile in some)
                 compilers.compile(jobs)
@@ -424,14 +298,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = list({size: name for name, size in reversed(chosen.items())}.values())[::-1]
     asked = set(arguments.tokens or ())
     buckets = [bucket for bucket in BUCKETS if not asked or asked & set(bucket[1])]
-    plan = _plan(arguments.kind or list(KINDS), names, buckets, arguments.known, arguments.early)
+    plan = plan_of(arguments.kind or list(KINDS), names, buckets, arguments.known, arguments.early)
     results = Results(arguments.output, VLLM)
     deadline = started + (arguments.seconds or float("inf"))
     tuning = Tuning(results, QUICK if arguments.known else FULL, arguments.top, deadline)
     compilers = Compilers(arguments.processes)
     importing = threading.Thread(target=_import_rivals, daemon=True)
     importing.start()
-    compilers.compile(_first_jobs(plan, arguments.known))
+    compilers.compile(first_jobs(plan, arguments.known))
     importing.join()
     # Each capture of a graph may collect garbage: not all that was imported every time.
     gc.freeze()
@@ -439,8 +313,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     compilers.close()
     results.write()
     for note in dict.fromkeys(results.notes):
-        _say(note)
-    _say(f"done after {time.monotonic() - started:.0f} s")
+        say(note)
+    say(f"done after {time.monotonic() - started:.0f} s")
     return 0
 
 

@@ -9,11 +9,9 @@ groups of 128, or, with ``--group-size`` and ``--zero-points``, rows of another 
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import dataclasses
 import itertools
 import json
-import multiprocessing
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -35,6 +33,7 @@ from taut_kernels.tuner.refusal import first_line
 from taut_kernels.tuner.w4a16_compile import REFUSED, Job, compile_tile
 from taut_kernels.tuner.w4a16_layer import Layer, make_layer
 from tuning import tune_best, w4a16_known_tiles, w4a16_rows
+from tuning.compiling import compile_all
 
 SHAPES = LLAMA3_8B_PRODUCTS | SQUARE
 """N × K of a Llama-3-8B layer's products, and the square of the literature."""
@@ -157,12 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for tile in some
     ]
     jobs = {job.key: job for job in wanted}
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(arguments.processes, mp_context=context) as pool:
-        for line in pool.map(compile_tile, jobs.values(), chunksize=max(1, len(jobs) // 200)):
-            if line:
-                sys.stdout.write(f"does not compile: {line}\n")
-    sys.stdout.write(f"compiled {len(jobs)} candidates\n")
+    compile_all(compile_tile, jobs.values(), arguments.processes)
     arguments.output.mkdir(parents=True, exist_ok=True)
     results: list[Result] = []
     for name in shapes:

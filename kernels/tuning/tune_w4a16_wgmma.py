@@ -14,18 +14,14 @@ table has the rows that are worth a change and those that a change of a wider bu
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import dataclasses
-import itertools
 import json
-import multiprocessing
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from taut_bench import cuda_device, report, w4a16_format
@@ -34,7 +30,7 @@ from taut_bench.w4a16_format import DEFAULT, Format
 from taut_kernels.gemm.w4a16 import dispatch as w4a16_launch
 from taut_kernels.gemm.w4a16 import lookup as tiles_wgmma
 from taut_kernels.gemm.w4a16 import weight_format
-from taut_kernels.gemm.w4a16.decode_ring_tile import MAX_TOKENS, RingTile, token_tiles
+from taut_kernels.gemm.w4a16.decode_ring_tile import MAX_TOKENS, RingTile
 from taut_kernels.gemm.w4a16.lookup import BUCKETS, DECODE_TOKENS, Choice
 from taut_kernels.gemm.w4a16.pair_tile import WavesTile
 from taut_kernels.gemm.w4a16.plan import Call, Weight
@@ -47,6 +43,8 @@ from taut_kernels.tuner.w4a16_candidates import Product
 from taut_kernels.tuner.w4a16_compile import REFUSED, compile_tile, jobs_of
 from taut_kernels.tuner.w4a16_layer import Layer, make_layer
 from tuning import tune_best, w4a16_finalists, w4a16_known_tiles, w4a16_rows
+from tuning.compiling import compile_all
+from tuning.decode_ring_candidates import decode_ring_candidates
 from tuning.tune_w4a16_decode import KNOWN, SHAPES
 from tuning.wgmma_ring_candidates import wgmma_ring_candidates
 from tuning.wgmma_tma_candidates import tma_candidates
@@ -59,61 +57,11 @@ from tuning.wgmma_waves_candidates import (
 TOKENS = (*BUCKETS, 4096)
 """M at which a bucket is decided: its largest, and 4096 for the one without a limit."""
 REPEATS = 12
-_MULTIPROCESSORS = 132
-_REGISTERS = 65536
-_RING_BYTES = 220_000
-_RING_CAPS: dict[tuple[int, int], tuple[int, ...]] = {
-    (1, 2): (96,),
-    (2, 2): (128,),
-    (1, 4): (104,),
-    (2, 4): (128,),
-    (1, 8): (128,),
-    (2, 8): (255,),
-}
-"""Registers a thread to allow, about what ptxas wants; by row, token tiles."""
-_SMALL_GROUP_CAP = 168
-"""Of two row tiles: scales and zero points of groups of 32 spill under a cap of 128."""
 REGIMES = ("ring", "wgmma-ring", "tma", "tma-waves")
 RING_TOKENS = 128
 """Most tokens whose ring candidates are a rule's; from 256 on a short list has them."""
 _FED_WAVES = (192, 2048)
 Tile = RingTile | WgmmaRingTile | WavesTile
-
-
-def ring_candidates(N: int, K: int, M: int, given: Format = DEFAULT) -> Iterator[RingTile]:
-    """Yield the ring tiles worth compiling: several programs a multiprocessor, each place taken.
-
-    A grid that leaves places empty is spread unevenly where kernels start early: the next kernel's
-    programs take what is free, two on one multiprocessor and none on another.
-    """
-    chunks, tokens = K // 64, token_tiles(M)
-    for row_tiles, row_warps, split, per_step in itertools.product(
-        (1, 2), (4, 8, 16), range(1, 9), (2, 4)
-    ):
-        steps = chunks // (per_step * split)
-        if steps < 4 or steps % 2 or chunks % (per_step * split):
-            continue
-        # One row tile a warp won only where K was split much (o, down).
-        if row_tiles == 1 and split < 4:
-            continue
-        tile = RingTile(row_tiles, row_warps, per_step, split, 2)
-        programs = triton.cdiv(N, tile.rows) * split
-        size = tile.stage_bytes(tokens, given.group_size, has_zeros=given.zero_points)
-        caps = _RING_CAPS.get((row_tiles, tokens), ())
-        if given.group_size == 32 and row_tiles == 2 and tokens in (2, 4):
-            caps += (_SMALL_GROUP_CAP,)
-        for cap in caps:
-            most = _REGISTERS // (32 * tile.num_warps * cap)
-            for resident in range(2, most + 1):
-                stages = min(_RING_BYTES // resident // size // 2 * 2, 6, steps)
-                waves = programs / (resident * _MULTIPROCESSORS)
-                # As many programs as are meant must fit, and no more.
-                if stages < max(2, per_step) or (
-                    resident < most and _RING_BYTES // (stages * size) > resident
-                ):
-                    continue
-                if 0.7 <= waves <= 1 or (row_tiles == 2 and 1.6 <= waves <= 3):
-                    yield dataclasses.replace(tile, stages=stages, registers=cap)
 
 
 def all_candidates(
@@ -122,7 +70,7 @@ def all_candidates(
     """Return the candidates of some regimes, each once."""
     found: list[Tile] = []
     if "ring" in regimes and M <= MAX_TOKENS:
-        found += ring_candidates(N, K, M, given)
+        found += decode_ring_candidates(N, K, M, given)
     if "wgmma-ring" in regimes and M <= RING_TOKENS:
         found += wgmma_ring_candidates(N, K, M, given)
     if "tma" in regimes:
@@ -297,6 +245,30 @@ def table_rows(results: list[Result], given: Format = DEFAULT) -> list[dict[str,
     return rows
 
 
+def _tried(
+    N: int, K: int, M: int, regimes: Sequence[str], given: Format, *, known: bool
+) -> list[Tile]:
+    """Return the tiles to try: known winners only, or all candidates."""
+    if not known:
+        return all_candidates(N, K, M, regimes, given)
+    tiles = w4a16_known_tiles.product_tiles(N, K, M)
+    return [tile for tile in tiles if regime_of(tile) in regimes]
+
+
+def _write(
+    directory: Path, table: dict[str, Any], results: list[Result], met: list[Result]
+) -> None:
+    """Write the table, every candidate's time, and the times of those that met."""
+    timed = [{"shape": r.shape, "M": r.M, "us": r.us, "tile": _as_json(r.tile)} for r in results]
+    for file, document in (("w4a16_wgmma.json", table), ("all.json", timed)):
+        text = json.dumps(document, indent=1) + "\n"
+        (directory / file).write_text(text, encoding="utf-8")
+    tune_best.write(timed, directory)
+    if met:
+        rows = [(r.shape, r.M, f"{r.us:.1f}", str(r.tile)) for r in met]
+        report.write_csv(directory / "between.csv", ("shape", "M", "us", "tile"), rows)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tuning.tune_w4a16_wgmma")
@@ -318,13 +290,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Ms = arguments.tokens or list(TOKENS)
     regimes, given = arguments.regime or REGIMES, w4a16_format.tuned(arguments)
     tiles: dict[tuple[str, int], list[Tile]] = {
-        (name, M): [
-            tile
-            for tile in w4a16_known_tiles.product_tiles(*PRODUCTS[name], M)
-            if regime_of(tile) in regimes
-        ]
-        if arguments.known
-        else all_candidates(*PRODUCTS[name], M, regimes, given)
+        (name, M): _tried(*PRODUCTS[name], M, regimes, given, known=arguments.known)
         for name in shapes
         for M in Ms
     }
@@ -333,14 +299,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for (name, M), some in tiles.items()
         for job in jobs_of(Product(*PRODUCTS[name], given.weights), M, some, torch.device("cuda"))
     ]
-    jobs = {job.key: job for job in wanted}
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(arguments.processes, mp_context=context) as pool:
-        for line in pool.map(compile_tile, jobs.values(), chunksize=4):
-            if line:
-                sys.stdout.write(f"does not compile: {line}\n")
-    sys.stdout.write(f"compiled {len(jobs)} candidates\n")
-    sys.stdout.flush()
+    compile_all(compile_tile, {job.key: job for job in wanted}.values(), arguments.processes)
     arguments.output.mkdir(parents=True, exist_ok=True)
     command = w4a16_format.tuner("tuning.tune_w4a16_wgmma", given)
     facts = ", ".join(f"{key} {value}" for key, value in report.environment().items())
@@ -359,16 +318,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "rows": table_rows(_changed(decided, met, given) if decided else results, given),
         }
         # After every shape: what was measured survives a run that is cut off.
-        timed = [
-            {"shape": r.shape, "M": r.M, "us": r.us, "tile": _as_json(r.tile)} for r in results
-        ]
-        for file, document in (("w4a16_wgmma.json", table), ("all.json", timed)):
-            text = json.dumps(document, indent=1) + "\n"
-            (arguments.output / file).write_text(text, encoding="utf-8")
-        tune_best.write(timed, arguments.output)
-        if met:
-            rows = [(r.shape, r.M, f"{r.us:.1f}", str(r.tile)) for r in met]
-            report.write_csv(arguments.output / "between.csv", ("shape", "M", "us", "tile"), rows)
+        _write(arguments.output, table, results, met)
     return 0
 
 

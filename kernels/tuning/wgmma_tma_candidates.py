@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import triton
 
-from taut_kernels.gemm.w4a16.decode_ring_tile import SHARED_BYTES
-from taut_kernels.gemm.w4a16.ring_tile import WgmmaRingTile
+from taut_kernels.gemm.w4a16.ring_tile import SHARED_BYTES, WgmmaRingTile
 
 _MULTIPROCESSORS = 132
 REGISTERS = 65536

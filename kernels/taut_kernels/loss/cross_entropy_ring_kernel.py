@@ -21,7 +21,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from taut_kernels.hopper.barriers import barrier
+from taut_kernels.hopper import barrier
 from taut_kernels.loss.cross_entropy_ring_step_jit import (
     copy_chunk,
     decay_of,

@@ -21,7 +21,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from taut_kernels.hopper.copies import copy
+from taut_kernels.hopper import copy
 
 
 @gluon.jit

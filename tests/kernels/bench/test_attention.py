@@ -243,7 +243,7 @@ def test_tuning_runs_from_candidates_to_a_table(
         return o
 
     monkeypatch.setattr(tune_attention.decode, "launch", launch)
-    monkeypatch.setattr(tune_attention, "_compile_all", lambda jobs, processes: set(jobs))
+    monkeypatch.setattr(tune_attention, "compile_all", lambda _, jobs, processes: list(jobs))
     small = {"small": ((1, 32),), "large": ((2, 64),)}
     monkeypatch.setattr(tune_attention, "DECODE_SHAPES", small)
     one = {size: list(attention_candidates.decode_candidates(size))[:1] for size in (1, 2)}

@@ -29,7 +29,7 @@ from taut_kernels.gemm.scaled_mm import op_fp8 as fp8
 from taut_kernels.gemm.scaled_mm import rule as tiles_scaled_mm_rule
 from taut_kernels.gemm.scaled_mm.tile import ScaledMmTile
 from taut_kernels.tuner import timing
-from tuning import tune_scaled_mm
+from tuning import scaled_mm_compile, tune_scaled_mm
 
 N, K, M = 272, 400, 9
 
@@ -145,7 +145,9 @@ def test_ours_gets_scales_of_as_many_tokens_as_there_are(monkeypatch: pytest.Mon
     assert strides == [(1, m) for m in (1, 2, 3, 4, 8, M)]
     tile = tiles_scaled_mm_rule.rule(fp8.BLOCK_OP, N, K, M)
     monkeypatch.setattr(
-        tune_scaled_mm, "launch_block", lambda tile, *operands: strides.append(operands[2].stride())
+        scaled_mm_compile,
+        "launch_block",
+        lambda tile, *operands: strides.append(operands[2].stride()),
     )
     tune_scaled_mm._subject(layer, tile, 4, [layer.weight]).call(0)
     assert strides[-1] == (1, 4)
@@ -478,7 +480,7 @@ def tuned(made: list[str], monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, S
         return lambda m: layer.reference[:m]
 
     monkeypatch.setattr(tune_scaled_mm, "make_layer", scaled_mm.make_layer)
-    monkeypatch.setattr(tune_scaled_mm, "launch_block", launch)
+    monkeypatch.setattr(scaled_mm_compile, "launch_block", launch)
     monkeypatch.setattr(tune_scaled_mm, "Compilers", lambda _: compilers)
     monkeypatch.setattr(tune_scaled_mm, "_import_rivals", lambda: None)
     monkeypatch.setattr(tune_scaled_mm, "RIVALS", ())
@@ -526,7 +528,7 @@ def test_the_kind_neither_lends_nor_borrows_tiles(
     def launch(tile: ScaledMmTile, x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> Any:
         return torch.ops.taut.fp8_gemm(x, weight, *rest[:2], *rest[4:])
 
-    monkeypatch.setattr(tune_scaled_mm, "launch", launch)
+    monkeypatch.setattr(scaled_mm_compile, "launch", launch)
     rows = _tune(tmp_path, "--kind", "fp8", "--kind", "fp8-block", "--tokens", "32")
     assert list(rows) == ["fp8_gemm 32", "fp8_block 32"]
     of_blocks = {(tile.kernel, tile.block_k) for op, tile in tuned if op == "fp8_block"}

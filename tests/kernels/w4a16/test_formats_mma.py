@@ -9,7 +9,7 @@ from emulator.ptx import run_ptx
 
 from taut_kernels.gemm.w4a16 import disk as formats
 from taut_kernels.gemm.w4a16 import layout as formats_mma
-from taut_kernels.gemm.w4a16.decode_ptx import shifted, unpack_zeros
+from taut_kernels.gemm.w4a16.int4_jit import shifted, unpack_zeros
 
 DTYPES = (torch.float16, torch.bfloat16)
 

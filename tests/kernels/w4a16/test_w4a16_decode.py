@@ -152,7 +152,7 @@ def test_a_tile_that_is_tried_leaves_the_op_its_own(launched: Launched) -> None:
     w4a16._launch_w4a16_gemm(*given)
     w4a16_launch.launch(TILES["split"], *given)
     w4a16._launch_w4a16_gemm(*given)
-    splits = [named["SPLIT_K"] for named in launched.compiled]
+    splits = [named["CUT"].split_k for named in launched.compiled]
     assert splits == [tiles_decode.lookup(None, 4096, 4096, hopper=False).split_k, 3]
     assert launched.calls[-1][0][1] == splits[0]
 
@@ -314,15 +314,15 @@ def test_launch_covers_every_row_and_names_every_argument(
     named = dict(zip(recorder.arg_names, recorder.arguments, strict=False))
     given = set(named) | set(recorder.constants)
     assert given == set(recorder.arg_names) | {"num_warps", "maxnreg"}
-    constants = recorder.constants
-    assert constants["TOKEN_TILES"] == (1 if M <= 8 else 2)
-    rows = 16 * constants["ROW_WARPS"]
+    cut = recorder.constants["CUT"]
+    assert cut.token_tiles == (1 if M <= 8 else 2)
+    rows = 16 * cut.row_warps
     assert rows * grid[0] >= N
     if grid[1] == 1:
         assert named["partial_ptr"] is None
         assert named["arrivals_ptr"] is None
     else:
-        tokens = 8 * constants["TOKEN_TILES"]
+        tokens = 8 * cut.token_tiles
         assert named["partial_ptr"].numel() == grid[0] * grid[1] * rows * tokens
         assert named["arrivals_ptr"].numel() >= grid[0]
     assert (named["M"], named["N"], named["stride_xm"]) == (M, N, 1536)

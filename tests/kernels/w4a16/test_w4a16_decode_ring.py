@@ -19,19 +19,19 @@ from taut_kernels.gemm.w4a16 import decode_ring as ring
 from taut_kernels.gemm.w4a16 import dispatch as w4a16_launch
 from taut_kernels.gemm.w4a16 import lookup as tiles_wgmma
 from taut_kernels.gemm.w4a16.decode_ring_kernel import w4a16_decode_ring_kernel
-from taut_kernels.gemm.w4a16.decode_ring_tile import (
+from taut_kernels.gemm.w4a16.decode_ring_tile import RingTile, token_tiles
+from taut_kernels.gemm.w4a16.lookup import BUCKETS
+from taut_kernels.gemm.w4a16.ring_tile import (
     SHARED_BYTES,
-    RingTile,
     scale_bytes,
     scale_lines,
-    token_tiles,
     whole_quads,
     zero_quads,
 )
-from taut_kernels.gemm.w4a16.lookup import BUCKETS
 from taut_kernels.gemm.w4a16.weight_format import DEFAULT
 from taut_kernels.launch import launcher
 from tuning import tune_w4a16_wgmma
+from tuning.decode_ring_candidates import decode_ring_candidates
 
 DTYPES = (torch.float16, torch.bfloat16)
 TILES = {
@@ -206,7 +206,7 @@ def test_kernel_variants_cover_every_measured_tile_and_every_format() -> None:
 def test_candidates_fit_the_card() -> None:
     for N, K in PRODUCTS.values():
         for M in (16, 32, 64):
-            for tile in tune_w4a16_wgmma.ring_candidates(N, K, M):
+            for tile in decode_ring_candidates(N, K, M):
                 assert tile.stages_that_fit(token_tiles(M), 128, has_zeros=False) == tile.stages
                 ring = tile.stages * tile.stage_bytes(token_tiles(M), 128, has_zeros=False)
                 assert 2 * ring < SHARED_BYTES

@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 
 from taut_bench.shapes import PRODUCTS
-from taut_kernels.gemm.w4a16 import decode_ring as w4a16_decode_ring
 from taut_kernels.gemm.w4a16 import decode_tile as tiles_decode
 from taut_kernels.gemm.w4a16 import lookup as tiles_wgmma
-from taut_kernels.gemm.w4a16 import ring as w4a16_wgmma_ring
 from taut_kernels.gemm.w4a16.decode_ring_tile import RingTile, token_tiles
 from taut_kernels.gemm.w4a16.ring_tile import WgmmaRingTile
 from taut_kernels.gemm.w4a16.weight_format import DEFAULT
@@ -28,12 +26,10 @@ def test_products_have_some_tiles_that_fit_them(M: int) -> None:
         assert bool(fed) == (M >= 32)
         for tile in tiles:
             if isinstance(tile, RingTile):
-                w4a16_decode_ring.launch_constants(
-                    tile, K, token_tiles(M), 128, has_zeros=False, pdl=True
-                )
+                tile.stages_that_fit(token_tiles(M), 128, has_zeros=False)
                 continue
             if isinstance(tile, WgmmaRingTile):
-                w4a16_wgmma_ring.launch_constants(tile, K, 128, has_zeros=False)
+                tile.cut(128, has_zeros=False)
             if tile.split_k > 1:
                 meetings = -(-N // tile.rows) * -(-M // tile.block_m)
                 assert meetings <= N // 16 and M <= 1024

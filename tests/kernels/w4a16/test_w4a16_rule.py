@@ -9,11 +9,8 @@ import pytest
 
 from taut_bench.instruments.aot import SHARED_MEMORY_BYTES
 from taut_bench.shapes import PRODUCTS
-from taut_kernels.gemm.w4a16 import decode_ring as w4a16_decode_ring
 from taut_kernels.gemm.w4a16 import lookup as tiles_wgmma
-from taut_kernels.gemm.w4a16 import ring as w4a16_wgmma_ring
 from taut_kernels.gemm.w4a16 import rule as tiles_wgmma_rule
-from taut_kernels.gemm.w4a16 import tma as w4a16_wgmma_tma
 from taut_kernels.gemm.w4a16.cost import Cost, Cut, by_estimate, dense_estimate, estimate
 from taut_kernels.gemm.w4a16.decode_ring_tile import RingTile, token_tiles
 from taut_kernels.gemm.w4a16.lookup import BUCKETS, WgmmaTile
@@ -35,12 +32,9 @@ def test_every_tile_fits_every_shape_and_format(tokens: int) -> None:
         tile = rule(N, K, tokens)
         for group, zeros in FORMATS:
             if isinstance(tile, RingTile):
-                w4a16_decode_ring.launch_constants(
-                    tile, K, token_tiles(tokens), group, has_zeros=zeros, pdl=True
-                )
+                tile.stages_that_fit(token_tiles(tokens), group, has_zeros=zeros)
             elif isinstance(tile, WgmmaRingTile):
-                kernel = w4a16_wgmma_tma if tile.tma else w4a16_wgmma_ring
-                kernel.launch_constants(tile, K, group, has_zeros=zeros)
+                tile.cut(group, has_zeros=zeros)
         if isinstance(tile, WgmmaRingTile):
             assert tile.why_not(N, tokens) is None
         if isinstance(tile, RingTile | WgmmaTile | WgmmaRingTile) and tile.split_k > 1:

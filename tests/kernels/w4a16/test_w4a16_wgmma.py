@@ -202,8 +202,8 @@ def test_launch_covers_the_result_and_names_every_argument(
     assert bool(seen) is cut.reordered
     named = dict(zip(recorder.arg_names, recorder.arguments, strict=False))
     assert set(named) | set(recorder.constants) == set(recorder.arg_names) | {"num_warps"}
-    assert recorder.constants["CHUNKS_PER_STEP"] == (1 if K == 576 else cut.chunks_per_step)
-    assert recorder.constants["EARLY_WAIT"] is False, "a CPU has no wgmma to wait for"
+    assert recorder.constants["CUT"].chunks_per_step == (1 if K == 576 else cut.chunks_per_step)
+    assert recorder.constants["CUT"].early_wait is False, "a CPU has no wgmma to wait for"
     if cut.split_k == 1:
         assert named["partial_ptr"] is None
         assert named["arrivals_ptr"] is None

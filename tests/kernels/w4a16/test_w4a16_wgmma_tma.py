@@ -19,9 +19,8 @@ from taut_bench.shapes import PRODUCTS
 from taut_kernels.gemm.w4a16 import dispatch as w4a16_launch
 from taut_kernels.gemm.w4a16 import lookup as tiles_wgmma
 from taut_kernels.gemm.w4a16 import tma as w4a16_wgmma_tma
-from taut_kernels.gemm.w4a16.decode_ring_tile import SHARED_BYTES
 from taut_kernels.gemm.w4a16.lookup import BUCKETS
-from taut_kernels.gemm.w4a16.ring_tile import WgmmaRingTile
+from taut_kernels.gemm.w4a16.ring_tile import SHARED_BYTES, WgmmaRingTile
 from taut_kernels.gemm.w4a16.tma_kernel import w4a16_wgmma_tma_kernel
 from taut_kernels.gemm.w4a16.weight_format import DEFAULT
 from taut_kernels.launch import launcher

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,35 @@ _MOST_MERGED = 32
 """Parts at once at most: instructions are written out for each."""
 _LENGTHS = (64, 256, attention_tiles.MOST_LENGTHS)
 """What a batch's size is rounded up to where programs read all lengths: each a form."""
+
+
+class Queries(NamedTuple):
+    """What a form of the kernel knows of queries."""
+
+    tokens: int  # T, of a sequence
+    group: int  # query heads a key head
+    dim: int  # D, elements of a head
+    block_d: int  # ``dim`` up to a power of two
+    windowed: bool  # a query sees the keys of a window alone
+
+
+class Cache(NamedTuple):
+    """What a form of the kernel knows of caches."""
+
+    page: int  # keys of one
+    same_strides: bool  # of keys and values
+
+
+class Cut(NamedTuple):
+    """How a form of the kernel divides rows of queries, and keys."""
+
+    rows: int  # query rows of a program, at most ``block_m``
+    block_m: int  # rows of a product
+    kept: int  # rows of a product that the softmax is worked out for
+    block_r: int  # ``rows`` up to a power of two
+    unroll: int  # splits merged at once
+    keys: int  # of a warp in a step
+    warps: int  # of a program
 
 
 def row_blocks(rows: int) -> tuple[int, int]:
@@ -50,11 +79,11 @@ def launch_constants(
     queries: int,
     heads: int,
     window: bool,
-    splits: int,
+    same_strides: bool,
     block_b: int = 0,
     starts: tuple[bool, bool] = (False, False),
 ) -> dict[str, Any]:
-    """Return the kernel's constants but for those of scales and strides.
+    """Return the kernel's constants.
 
     Args:
         tile: how to cut the work.
@@ -62,7 +91,7 @@ def launch_constants(
         queries: of a sequence.
         heads: query heads.
         window: whether keys are limited to one.
-        splits: programs a sequence and head.
+        same_strides: of keys and values.
         block_b: of :func:`lengths_read` in a launch in shares, else 0.
         starts: of :func:`early_starts`.
     """
@@ -74,20 +103,19 @@ def launch_constants(
     return {
         "FORMAT": EIGHT_BIT.get(cache.dtype, "16 bit"),
         "ASM": has_conversion(cache),
-        "QUERIES": queries,
-        "GROUP": group,
-        "D": dim,
-        "BLOCK_D": padded,
-        "PAGE": cache.shape[1],
-        "WINDOW": window,
-        "SPLIT": splits > 1 or block_b > 0,
+        "CACHE": Cache(cache.shape[1], same_strides),
+        "QUERIES": Queries(queries, group, dim, padded, window),
+        "CUT": Cut(
+            rows=rows,
+            block_m=_BLOCK_M,
+            # Half of a product's rows are left out where no query has them.
+            kept=_BLOCK_M // 2 if rows <= _BLOCK_M // 2 else _BLOCK_M,
+            block_r=block_r,
+            unroll=max(1, min(_MOST_MERGED, merged)),
+            keys=tile.keys,
+            warps=tile.num_warps,
+        ),
         "BLOCK_B": block_b,
-        "ROWS": rows,
-        "BLOCK_M": _BLOCK_M,
-        "BLOCK_R": block_r,
-        "UNROLL": max(1, min(_MOST_MERGED, merged)),
-        "KEYS": tile.keys,
-        "WARPS": tile.num_warps,
         "STARTS_NEXT": starts[0],
         "EARLY": starts[1],
     }

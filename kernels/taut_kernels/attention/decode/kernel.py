@@ -35,16 +35,17 @@ def load_pages(table_ptr, start, last, KEYS: tl.constexpr, PAGE: tl.constexpr, W
 
 
 @triton.jit
-def load_queries(q_ptr, offs_row, rows, stride_qt, stride_qh, D: tl.constexpr,
-                 BLOCK_D: tl.constexpr, GROUP: tl.constexpr, WARPS: tl.constexpr):  # fmt: skip
+def load_queries(q_ptr, offs_row, rows, stride_qt, stride_qh, QUERIES: tl.constexpr,
+                 WARPS: tl.constexpr):  # fmt: skip
     """Load the rows' queries, [WARPS, M, BLOCK_D], the same for every warp; 0 beyond rows and D.
 
     Volatile: LLVM would move the load behind the branch on the context, which waits for memory.
     """
-    offs_d = tl.arange(0, BLOCK_D)
+    offs_d = tl.arange(0, QUERIES.block_d)
+    GROUP: tl.constexpr = QUERIES.group
     places = (offs_row // GROUP).to(tl.int64) * stride_qt + (offs_row % GROUP) * stride_qh
     pointers = q_ptr + places[:, None] + offs_d[None, :]
-    mask = (offs_row < rows)[:, None] & (offs_d < D)[None, :]
+    mask = (offs_row < rows)[:, None] & (offs_d < QUERIES.dim)[None, :]
     pointers = pointers[None, :, :] + tl.zeros((WARPS, 1, 1), tl.int32)
     return tl.load(pointers, mask=mask[None, :, :], other=0.0, volatile=True)
 
@@ -66,8 +67,8 @@ def fp16_rows(q):
 
 @triton.jit
 def load_tile(k_ptr, v_ptr, pages, step, last, offs_n, offs_d, stride_kp, stride_kt, stride_vp,
-              stride_vt, LENGTH: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
-              SAME_STRIDES: tl.constexpr, BLOCK_KEYS: tl.constexpr):  # fmt: skip
+              stride_vt, LENGTH: tl.constexpr, WIDTH: tl.constexpr, CACHE: tl.constexpr,
+              BLOCK_KEYS: tl.constexpr):  # fmt: skip
     """Load keys and values of a tile, [WARPS, KEYS, WIDTH]; 0 where no key is, and beyond LENGTH.
 
     Where in its page a row of the tile is does not change from tile to tile, or only by what the
@@ -76,11 +77,11 @@ def load_tile(k_ptr, v_ptr, pages, step, last, offs_n, offs_d, stride_kp, stride
     inside = (step + offs_n)[:, :, None] < last
     if LENGTH != WIDTH:
         inside = inside & (offs_d < LENGTH)[None, None, :]
-    slot = (offs_n % PAGE)[:, :, None]
-    shift = step % PAGE if PAGE > BLOCK_KEYS else 0
+    slot = (offs_n % CACHE.page)[:, :, None]
+    shift = step % CACHE.page if CACHE.page > BLOCK_KEYS else 0
     k_pages = pages * stride_kp + shift * stride_kt
     k_slots = slot * stride_kt + offs_d[None, None, :]
-    if SAME_STRIDES:
+    if CACHE.same_strides:
         v_pages, v_slots = k_pages, k_slots
     else:
         v_pages = pages * stride_vp + shift * stride_vt
@@ -154,26 +155,83 @@ def _operands(q, factor, FORMAT: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.
 
 
 @triton.jit
+def _walk(
+    q,
+    factor,  # of the scores
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    pages,  # of the first tile
+    first,
+    last,
+    position,  # [M]: where each row's query stands
+    window,
+    stride_kp, stride_kt, stride_vp, stride_vt,
+    FORMAT: tl.constexpr,
+    ASM: tl.constexpr,
+    CACHE: tl.constexpr,
+    QUERIES: tl.constexpr,
+    CUT: tl.constexpr,
+):  # fmt: skip
+    """Return each warp's sums of values over its keys of first..last-1, maxima and sums."""
+    WARPS: tl.constexpr = CUT.warps
+    KEYS: tl.constexpr = CUT.keys
+    BLOCK_M: tl.constexpr = CUT.block_m
+    BLOCK_KEYS: tl.constexpr = KEYS * WARPS
+    # Words of two elements where they have 8 bits.
+    WIDTH: tl.constexpr = QUERIES.block_d if FORMAT == "16 bit" else QUERIES.block_d // 2
+    LENGTH: tl.constexpr = QUERIES.dim if FORMAT == "16 bit" else QUERIES.dim // 2
+    q, q_odd, factor = _operands(q, factor, FORMAT, BLOCK_M, WIDTH, WARPS)
+    acc = tl.zeros((WARPS, BLOCK_M, WIDTH), tl.float32)
+    acc_odd = acc
+    row_max = tl.full((WARPS, BLOCK_M), float("-inf"), tl.float32)
+    row_sum = tl.zeros((WARPS, BLOCK_M), tl.float32)
+
+    kept = tl.arange(0, BLOCK_M) < CUT.kept
+    offs_d = tl.arange(0, WIDTH)
+    offs_n = tl.arange(0, WARPS)[:, None] * KEYS + tl.arange(0, KEYS)[None, :]
+    for step in tl.range(first, last, BLOCK_KEYS):
+        start = tl.multiple_of(step, BLOCK_KEYS)
+        k, v = load_tile(
+            k_ptr, v_ptr, pages, start, last, offs_n, offs_d, stride_kp, stride_kt, stride_vp,
+            stride_vt, LENGTH, WIDTH, CACHE, BLOCK_KEYS,
+        )  # fmt: skip
+        # A step ahead: the rows' loads do not wait for their pages' numbers.
+        pages = load_pages(table_ptr, start + BLOCK_KEYS, last, KEYS, CACHE.page, WARPS)
+        scores = scores_of(q, q_odd, k, FORMAT, ASM) * factor[None, :, None]
+        weights, decay, row_max, row_sum = softmax_step(
+            scores, start + offs_n, position, last, window, kept, row_max, row_sum,
+            QUERIES.tokens, QUERIES.windowed,
+        )  # fmt: skip
+        acc, acc_odd = add_values(acc, acc_odd, weights, decay, v, FORMAT, ASM)
+    if FORMAT != "16 bit":
+        acc = tl.interleave(acc, acc_odd)
+    return acc, row_max, row_sum
+
+
+@triton.jit
 def _add_part(
     part, highest, total, partial_ptr, stats_ptr, arrivals_ptr, part_of, batch, head, split,
-    active, v_scale, o_ptr, first_row, rows_end, stride_ot, stride_oh, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, KEPT: tl.constexpr,
-    BLOCK_R: tl.constexpr, UNROLL: tl.constexpr,
+    active, v_scale, o_ptr, first_row, rows_end, stride_ot, stride_oh, QUERIES: tl.constexpr,
+    CUT: tl.constexpr,
 ):  # fmt: skip
     """Leave a part for the program that finishes last, which merges all parts and stores."""
+    D: tl.constexpr = QUERIES.dim
+    BLOCK_D: tl.constexpr = QUERIES.block_d
+    ROWS: tl.constexpr = CUT.rows
     first_part = part_of.to(tl.int64)
     partial_ptr += first_part * (ROWS * D)
     stats_ptr += first_part * (2 * ROWS)
     finished = leave_part(
         part, highest, total, partial_ptr + split * (ROWS * D), stats_ptr + split * (2 * ROWS),
-        arrivals_ptr + batch * tl.num_programs(0) + head, active, D, BLOCK_D, ROWS, KEPT,
+        arrivals_ptr + batch * tl.num_programs(0) + head, active, D, BLOCK_D, ROWS, CUT.kept,
     )  # fmt: skip
     if finished:
         out, weight = merged_splits(
-            partial_ptr, stats_ptr, active, D, BLOCK_D, ROWS, BLOCK_R, UNROLL
+            partial_ptr, stats_ptr, active, D, BLOCK_D, ROWS, CUT.block_r, CUT.unroll
         )
         store_rows(out, weight, v_scale, o_ptr, first_row, rows_end, stride_ot, stride_oh,
-                   D, BLOCK_D, GROUP, BLOCK_R)  # fmt: skip
+                   D, BLOCK_D, QUERIES.group, CUT.block_r)  # fmt: skip
 
 
 _COUNTS = ["splits", "min_keys", "most_keys", "window", "stride_table", "stride_ks", "stride_vs"]
@@ -181,18 +239,18 @@ _COUNTS = ["splits", "min_keys", "most_keys", "window", "stride_table", "stride_
 
 @triton.jit(do_not_specialize=_COUNTS)
 def paged_decode_kernel(
-    q_ptr,  # [B, T, Hq, D]; D next to each other
+    q_ptr,  # [B, T, Hq, D]
     k_ptr,  # [pages, page size, Hk, D], or int16 words of two elements [.., D/2]
     v_ptr,
     table_ptr,  # [B, most pages] int32
     contexts_ptr,  # [B] int32: keys of each sequence, its T queries included
-    k_scale_ptr,  # [Hk] or [1] fp32; unused without HAS_K_SCALE
+    k_scale_ptr,  # [Hk] or [1] fp32, or None for 1
     v_scale_ptr,
     o_ptr,  # [B, T, Hq, D]
-    # fp32, unused with one split: [B, Hk · row blocks, splits, ..], or with BLOCK_B
+    # fp32, None with one split: [B, Hk · row blocks, splits, ..], or with BLOCK_B
     # [Hk · row blocks, places, ..]
-    partial_ptr,  # [.., ROWS, D]
-    stats_ptr,  # [.., 2, ROWS]: maximum and sum
+    partial_ptr,  # [.., rows, D]
+    stats_ptr,  # [.., 2, rows]: maximum and sum
     arrivals_ptr,  # [B · Hk · row blocks] int32, 0 before and after
     splits,  # of a sequence, or with BLOCK_B the shares of all keys
     min_keys,  # of a split or share
@@ -207,23 +265,10 @@ def paged_decode_kernel(
     scale_log2,  # scale · log₂ e
     FORMAT: tl.constexpr,  # "16 bit", "fp8" or "int8"
     ASM: tl.constexpr,
-    HAS_K_SCALE: tl.constexpr,
-    HAS_V_SCALE: tl.constexpr,
-    QUERIES: tl.constexpr,  # T
-    GROUP: tl.constexpr,  # query heads a key head
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PAGE: tl.constexpr,
-    SAME_STRIDES: tl.constexpr,  # of keys and values
-    WINDOW: tl.constexpr,
-    SPLIT: tl.constexpr,  # more than one split
+    CACHE: tl.constexpr,  # of :mod:`.cut`, as are the next two
+    QUERIES: tl.constexpr,
+    CUT: tl.constexpr,
     BLOCK_B: tl.constexpr,  # 0: the grid says which part; else of B lengths, read to find it
-    ROWS: tl.constexpr,  # of a program, at most BLOCK_M
-    BLOCK_M: tl.constexpr,
-    BLOCK_R: tl.constexpr,  # ROWS up to a power of two
-    UNROLL: tl.constexpr,  # splits merged at once
-    KEYS: tl.constexpr,  # a warp and step
-    WARPS: tl.constexpr,
     STARTS_NEXT: tl.constexpr,  # let the kernel behind start, which waits for this one inside
     EARLY: tl.constexpr,  # start before the kernel in front has ended, and wait for it here
 ):  # fmt: skip
@@ -231,40 +276,39 @@ def paged_decode_kernel(
         gdc_launch_dependents()
     if EARLY:
         gdc_wait()
-    BLOCK_KEYS: tl.constexpr = KEYS * WARPS
-    ROW_BLOCKS: tl.constexpr = (QUERIES * GROUP + ROWS - 1) // ROWS
-    # Words of two elements where they have 8 bits.
-    WIDTH: tl.constexpr = BLOCK_D if FORMAT == "16 bit" else BLOCK_D // 2
-    LENGTH: tl.constexpr = D if FORMAT == "16 bit" else D // 2
+    BLOCK_KEYS: tl.constexpr = CUT.keys * CUT.warps
+    BLOCK_M: tl.constexpr = CUT.block_m
+    GROUP: tl.constexpr = QUERIES.group
+    ROW_BLOCKS: tl.constexpr = (QUERIES.tokens * GROUP + CUT.rows - 1) // CUT.rows
     # Neighbouring programs read neighbouring heads of the same pages.
     head = tl.program_id(0)
     head_k = (head // ROW_BLOCKS).to(tl.int64)
-    first_row = head % ROW_BLOCKS * ROWS
-    rows_end = tl.minimum(first_row + ROWS, QUERIES * GROUP)
+    first_row = head % ROW_BLOCKS * CUT.rows
+    rows_end = tl.minimum(first_row + CUT.rows, QUERIES.tokens * GROUP)
     offs_row = first_row + tl.arange(0, BLOCK_M)
     # All that does not depend on the context is asked for beside it, not behind it.
     if BLOCK_B:
-        k_scale = tl.load(k_scale_ptr + head_k * stride_ks) if HAS_K_SCALE else 1.0
+        k_scale = tl.load(k_scale_ptr + head_k * stride_ks) if k_scale_ptr is not None else 1.0
         place = tl.program_id(1)
         batch, split, active, context, first, last = find_part(
             contexts_ptr, tl.num_programs(1) - splits, splits, min_keys, most_keys, window, place,
-            QUERIES, WINDOW, BLOCK_KEYS, BLOCK_B,
+            QUERIES.tokens, QUERIES.windowed, BLOCK_KEYS, BLOCK_B,
         )  # fmt: skip
         if batch < 0:
             return
         batch = batch.to(tl.int64)
         q_ptr += batch * stride_qb + head_k * GROUP * stride_qh
-        q = load_queries(q_ptr, offs_row, rows_end, stride_qt, stride_qh, D, BLOCK_D, GROUP, WARPS)
+        q = load_queries(q_ptr, offs_row, rows_end, stride_qt, stride_qh, QUERIES, CUT.warps)
         part_of = head * tl.num_programs(1) + place - split
     else:
         split, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
         q_ptr += batch * stride_qb + head_k * GROUP * stride_qh
         context = tl.load(contexts_ptr + batch, volatile=True)
-        q = load_queries(q_ptr, offs_row, rows_end, stride_qt, stride_qh, D, BLOCK_D, GROUP, WARPS)
-        k_scale = tl.load(k_scale_ptr + head_k * stride_ks) if HAS_K_SCALE else 1.0
+        q = load_queries(q_ptr, offs_row, rows_end, stride_qt, stride_qh, QUERIES, CUT.warps)
+        k_scale = tl.load(k_scale_ptr + head_k * stride_ks) if k_scale_ptr is not None else 1.0
         context = tl.minimum(tl.maximum(context, 0), most_keys)
         first, chunk, active = key_span(
-            context, window, splits, min_keys, QUERIES, WINDOW, BLOCK_KEYS
+            context, window, splits, min_keys, QUERIES.tokens, QUERIES.windowed, BLOCK_KEYS
         )
         if split >= active:
             return
@@ -273,52 +317,28 @@ def paged_decode_kernel(
         part_of = (batch * tl.num_programs(0) + head) * splits
     table_ptr += batch * stride_table
     # And the first pages before the queries are made ready.
-    pages = load_pages(table_ptr, first, last, KEYS, PAGE, WARPS)
+    pages = load_pages(table_ptr, first, last, CUT.keys, CACHE.page, CUT.warps)
     o_ptr += batch * stride_ob + head_k * GROUP * stride_oh
     k_ptr += head_k * stride_kh
     v_ptr += head_k * stride_vh
 
     # The last query of a sequence stands at its last key.
-    position = context - QUERIES + offs_row // GROUP
+    position = context - QUERIES.tokens + offs_row // GROUP
     factor = tl.full((BLOCK_M,), 1.0, tl.float32) * (scale_log2 * k_scale)
-    q, q_odd, factor = _operands(q, factor, FORMAT, BLOCK_M, WIDTH, WARPS)
-    acc = tl.zeros((WARPS, BLOCK_M, WIDTH), tl.float32)
-    acc_odd = acc
-    row_max = tl.full((WARPS, BLOCK_M), float("-inf"), tl.float32)
-    row_sum = tl.zeros((WARPS, BLOCK_M), tl.float32)
-
-    # Half of a product's rows are left out where no query has them.
-    KEPT: tl.constexpr = BLOCK_M // 2 if ROWS <= BLOCK_M // 2 else BLOCK_M
-    kept = tl.arange(0, BLOCK_M) < KEPT
-    offs_d = tl.arange(0, WIDTH)
-    offs_n = tl.arange(0, WARPS)[:, None] * KEYS + tl.arange(0, KEYS)[None, :]
-    for step in tl.range(first, last, BLOCK_KEYS):
-        start = tl.multiple_of(step, BLOCK_KEYS)
-        k, v = load_tile(
-            k_ptr, v_ptr, pages, start, last, offs_n, offs_d, stride_kp, stride_kt, stride_vp,
-            stride_vt, LENGTH, WIDTH, PAGE, SAME_STRIDES, BLOCK_KEYS,
-        )  # fmt: skip
-        # A step ahead: the rows' loads do not wait for their pages' numbers.
-        pages = load_pages(table_ptr, start + BLOCK_KEYS, last, KEYS, PAGE, WARPS)
-        scores = scores_of(q, q_odd, k, FORMAT, ASM) * factor[None, :, None]
-        weights, decay, row_max, row_sum = softmax_step(
-            scores, start + offs_n, position, last, window, kept, row_max, row_sum, QUERIES, WINDOW
-        )
-        acc, acc_odd = add_values(acc, acc_odd, weights, decay, v, FORMAT, ASM)
-
-    if FORMAT != "16 bit":
-        acc = tl.interleave(acc, acc_odd)
-    v_scale = tl.load(v_scale_ptr + head_k * stride_vs) if HAS_V_SCALE else 1.0
-    part, highest, total = merged_warps(
-        first_rows(acc, KEPT), first_rows(row_max, KEPT), first_rows(row_sum, KEPT),
-        WARPS, KEPT, BLOCK_D,
+    acc, row_max, row_sum = _walk(
+        q, factor, k_ptr, v_ptr, table_ptr, pages, first, last, position, window,
+        stride_kp, stride_kt, stride_vp, stride_vt, FORMAT, ASM, CACHE, QUERIES, CUT,
     )  # fmt: skip
-    if SPLIT and active > 1:
+    v_scale = tl.load(v_scale_ptr + head_k * stride_vs) if v_scale_ptr is not None else 1.0
+    part, highest, total = merged_warps(
+        first_rows(acc, CUT.kept), first_rows(row_max, CUT.kept), first_rows(row_sum, CUT.kept),
+        CUT.warps, CUT.kept, QUERIES.block_d,
+    )  # fmt: skip
+    if partial_ptr is not None and active > 1:
         _add_part(
             part, highest, total, partial_ptr, stats_ptr, arrivals_ptr, part_of, batch, head, split,
-            active, v_scale, o_ptr, first_row, rows_end, stride_ot, stride_oh,
-            D, BLOCK_D, GROUP, ROWS, KEPT, BLOCK_R, UNROLL,
+            active, v_scale, o_ptr, first_row, rows_end, stride_ot, stride_oh, QUERIES, CUT,
         )  # fmt: skip
     else:
         store_rows(part, total, v_scale, o_ptr, first_row, rows_end, stride_ot, stride_oh,
-                   D, BLOCK_D, GROUP, KEPT)  # fmt: skip
+                   QUERIES.dim, QUERIES.block_d, GROUP, CUT.kept)  # fmt: skip

@@ -165,15 +165,6 @@ def _workspace(
     return partial, stats, arrivals
 
 
-def _flags(keys: Tensor, values: Tensor, settings: Settings) -> dict[str, bool]:
-    """Return the kernel's constants that layout and scales of the caches determine."""
-    return {
-        "SAME_STRIDES": keys.stride() == values.stride(),
-        "HAS_K_SCALE": settings.k_scale is not None,
-        "HAS_V_SCALE": settings.v_scale is not None,
-    }
-
-
 def launch(
     tile: DecodeTile,
     q: Tensor,
@@ -217,18 +208,17 @@ def launch(
     keys, values = _words(k_cache, "k_cache"), _words(v_cache, "v_cache")
     strides = (*q.stride()[:3], *keys.stride()[:3], *values.stride()[:3], *o.stride()[:3])
     by_head = tuple(int(each is not None and each.numel() > 1) for each in (k_scale, v_scale))
-    flags = _flags(keys, values, settings)
     starts = early_starts(sequences, loaded[1], q.device)
-    call = (queries, heads, window > 0, splits, block_b, starts)
+    call = (queries, heads, window > 0, keys.stride() == values.stride(), block_b, starts)
     numbers = (splits, tile.min_keys, table.shape[1] * k_cache.shape[1], window, table.stride(0))
     _paged_decode(
-        (q.dtype, k_cache.dtype, k_cache.shape[1:], *call[:3], divided, block_b, *flags.values(),
-         tile.keys, tile.num_warps, tile.num_stages, starts),
+        (q.dtype, k_cache.dtype, k_cache.shape[1:], *call, divided, k_scale is None,
+         v_scale is None, tile.keys, tile.num_warps, tile.num_stages),
         grid,
         (q, keys, values, table, contexts, k_scale, v_scale, o, *workspace),
         (*numbers, *by_head, *strides, scale * _LOG2_E),
         lambda: (
-            launch_constants(tile, k_cache, *call) | flags,
+            launch_constants(tile, k_cache, *call),
             tile.options() | launcher.PDL_OPTIONS[starts[1]],
         ),
         strides,

@@ -24,8 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from taut_kernels.attention.prefill.hopper_step_jit import hide, soften, step, store
 from taut_kernels.attention.prefill.tile_jit import SIZES, clear_rows, query_tile
-from taut_kernels.hopper.barriers import barriers
-from taut_kernels.hopper.tma import load_block
+from taut_kernels.hopper import barriers, load_block
 
 
 @gluon.jit

@@ -21,8 +21,7 @@ from taut_kernels.attention.prefill.tile_jit import (
     row_values,
     store_rows,
 )
-from taut_kernels.hopper.barriers import barriers
-from taut_kernels.hopper.tma import load_block
+from taut_kernels.hopper import barriers, load_block
 
 
 @gluon.jit

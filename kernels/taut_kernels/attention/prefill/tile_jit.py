@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
-from taut_kernels.hopper.barriers import barrier
+from taut_kernels.hopper import barrier
 
 
 @gluon.jit

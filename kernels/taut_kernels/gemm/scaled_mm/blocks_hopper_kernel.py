@@ -30,10 +30,7 @@ from taut_kernels.gemm.scaled_mm.blocks_step_jit import (
 )
 from taut_kernels.gemm.scaled_mm.parts_jit import add_parts
 from taut_kernels.gemm.scaled_mm.store_jit import store, with_bias
-from taut_kernels.hopper.barriers import barrier_pairs
-from taut_kernels.hopper.copies import copy
-from taut_kernels.hopper.schedule import first_token, place
-from taut_kernels.hopper.tma import seen_as
+from taut_kernels.hopper import barrier_pairs, copy, first_token, place, seen_as
 
 
 @gluon.jit

@@ -24,8 +24,7 @@ from taut_kernels.gemm.scaled_mm.pairs_kernel import (
     start_early,
     sum_of_parts,
 )
-from taut_kernels.hopper.barriers import barrier
-from taut_kernels.hopper.copies import copy
+from taut_kernels.hopper import barrier, copy
 
 
 @gluon.jit

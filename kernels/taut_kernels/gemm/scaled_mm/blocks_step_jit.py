@@ -23,8 +23,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from taut_kernels.hopper.schedule import first_token
-from taut_kernels.hopper.tma import load_block
+from taut_kernels.hopper import first_token, load_block
 
 
 @gluon.jit

@@ -17,8 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from taut_kernels.gemm.scaled_mm.blocks_step_jit import add, ask, begin, give_back, has_room, landed
 from taut_kernels.gemm.scaled_mm.store_jit import store, with_bias
-from taut_kernels.hopper.barriers import barrier_pairs
-from taut_kernels.hopper.schedule import first_token, place
+from taut_kernels.hopper import barrier_pairs, first_token, place
 
 
 @gluon.jit

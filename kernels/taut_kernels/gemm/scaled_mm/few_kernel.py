@@ -18,9 +18,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from taut_kernels.gemm.scaled_mm.parts_jit import add_parts
 from taut_kernels.gemm.scaled_mm.store_jit import scaled
-from taut_kernels.hopper.barriers import barrier_pairs
-from taut_kernels.hopper.schedule import first_token as first_of_part
-from taut_kernels.hopper.tma import load_block, seen_as
+from taut_kernels.hopper import barrier_pairs, load_block, seen_as
+from taut_kernels.hopper import first_token as first_of_part
 
 
 @gluon.jit

@@ -19,9 +19,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from taut_kernels.gemm.scaled_mm.store_jit import scaled, store, vectors
-from taut_kernels.hopper.barriers import barrier_pairs
-from taut_kernels.hopper.schedule import first_token, place
-from taut_kernels.hopper.tma import load_block
+from taut_kernels.hopper import barrier_pairs, first_token, load_block, place
 
 
 @gluon.jit

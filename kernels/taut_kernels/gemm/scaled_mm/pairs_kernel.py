@@ -19,9 +19,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from taut_kernels.gemm.scaled_mm.few_kernel import store_tokens, token_of_column, vectors
 from taut_kernels.gemm.scaled_mm.parts_jit import add_parts
 from taut_kernels.gemm.scaled_mm.store_jit import scaled
-from taut_kernels.hopper.barriers import barrier
-from taut_kernels.hopper.copies import copy
-from taut_kernels.hopper.early_start import early_start
+from taut_kernels.hopper import barrier, copy, early_start
 
 
 @gluon.jit

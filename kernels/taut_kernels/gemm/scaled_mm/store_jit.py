@@ -12,8 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from taut_kernels.hopper.barriers import barrier
-from taut_kernels.hopper.tma import store_block
+from taut_kernels.hopper import barrier, store_block
 
 
 @gluon.jit

@@ -22,33 +22,6 @@ MAX_M = 16
 _KERNEL = launcher.Launcher(w4a16_decode_kernel)
 
 
-def launch_constants(
-    tile: tiles_decode.DecodeTile, K: int, token_tiles: int, group_size: int, *, pdl: bool
-) -> dict[str, int | bool]:
-    """Return the kernel constants that follow from tile and shape.
-
-    Args:
-        tile: how to cut the work.
-        K: input features.
-        token_tiles: 1 for M ≤ 8, 2 for M ≤ 16.
-        group_size: G, or 0 for one group a channel.
-        pdl: the card has programmatic dependent launch.
-    """
-    return {
-        "PDL": pdl,
-        "K": K,
-        "GROUP_SIZE": group_size,
-        "TOKEN_TILES": token_tiles,
-        "ROW_WARPS": tile.row_warps,
-        "K_WARPS": tile.k_warps,
-        "SPLIT_K": tile.split_k,
-        "DEPTH": tile.depth,
-        "X_DEPTH": tile.x_depth,
-        "BATCH": tile.batch,
-        "FENCE": tile.fence,
-    }
-
-
 def plan(tile: tiles_decode.DecodeTile, call: Call) -> OneProduct:
     """Prepare a call of at most 16 tokens.
 
@@ -57,10 +30,17 @@ def plan(tile: tiles_decode.DecodeTile, call: Call) -> OneProduct:
         call: what to prepare for.
     """
     token_tiles = 1 if call.M <= tiles_decode.TOKENS else 2
-    return plan_rows(
-        _KERNEL,
-        tile,
-        (1, token_tiles),
-        call,
-        lambda pdl: launch_constants(tile, call.K, token_tiles, call.group, pdl=pdl),
-    )
+
+    def cut() -> tiles_decode.DecodeCut:
+        return tiles_decode.DecodeCut(
+            token_tiles=token_tiles,
+            row_warps=tile.row_warps,
+            k_warps=tile.k_warps,
+            split_k=tile.split_k,
+            depth=tile.depth,
+            x_depth=tile.x_depth,
+            batch=tile.batch,
+            fence=tile.fence,
+        )
+
+    return plan_rows(_KERNEL, tile, (1, token_tiles), call, cut)

@@ -132,16 +132,15 @@ def w4a16_decode_kernel(
     HAS_ZEROS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ELEMENT: tl.constexpr,  # "bf16" or "f16"
-    TOKEN_TILES: tl.constexpr,  # 1 for M ≤ 8, 2 for M ≤ 16
-    ROW_WARPS: tl.constexpr,  # a 16-row tile each
-    K_WARPS: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-    DEPTH: tl.constexpr,  # chunks of weights in flight
-    X_DEPTH: tl.constexpr,  # chunks of activations in flight
-    BATCH: tl.constexpr,  # chunks consumed between two rounds of loads; divides 8 and both depths
-    FENCE: tl.constexpr,
+    CUT: tl.constexpr,  # of :mod:`.decode_tile`
     PDL: tl.constexpr,  # start before the kernel in front has ended (sm_90)
 ):
+    TOKEN_TILES: tl.constexpr = CUT.token_tiles
+    ROW_WARPS: tl.constexpr = CUT.row_warps
+    K_WARPS: tl.constexpr = CUT.k_warps
+    SPLIT_K: tl.constexpr = CUT.split_k
+    DEPTH: tl.constexpr = CUT.depth
+    X_DEPTH: tl.constexpr = CUT.x_depth
     WARPS: tl.constexpr = ROW_WARPS * K_WARPS
     CHUNKS: tl.constexpr = K // 64
     STEPS: tl.constexpr = (CHUNKS + 8 * K_WARPS * SPLIT_K - 1) // (8 * K_WARPS * SPLIT_K)
@@ -194,7 +193,7 @@ def w4a16_decode_kernel(
         value_queue = value_queue + (values,)
     totals = zero_accumulators(TOKEN_TILES, WARPS * 128)
     sums = () if GROUP_SIZE else totals
-    if FENCE:
+    if CUT.fence:
         tl.inline_asm_elementwise(
             FENCE_PTX, FENCE_CONSTRAINTS, (chunk,), dtype=tl.int32, is_pure=False, pack=4
         )
@@ -211,15 +210,13 @@ def w4a16_decode_kernel(
         word_queue, value_queue, sums, totals = multiply_unit(
             word_queue, value_queue, scales, zeros, sums, totals, word_ptrs + step * K_WARPS * 1024,
             value_ptrs0 + step * K_WARPS * 256, value_ptrs1 + step * K_WARPS * 256,
-            chunk + step * K_WARPS * 8, CHUNKS, TOKEN_TILES, K_WARPS, GROUP_SIZE, HAS_ZEROS,
-            ELEMENT, MASKED, DEPTH, X_DEPTH, BATCH, FENCE, False,
+            chunk + step * K_WARPS * 8, CHUNKS, GROUP_SIZE, HAS_ZEROS, ELEMENT, MASKED, CUT, False,
         )  # fmt: skip
         scales, zeros = next_scales, next_zeros
     word_queue, value_queue, sums, totals = multiply_unit(
         word_queue, value_queue, scales, zeros, sums, totals, word_ptrs + LAST * K_WARPS * 1024,
         value_ptrs0 + LAST * K_WARPS * 256, value_ptrs1 + LAST * K_WARPS * 256,
-        chunk + LAST * K_WARPS * 8, CHUNKS, TOKEN_TILES, K_WARPS, GROUP_SIZE, HAS_ZEROS, ELEMENT,
-        MASKED, DEPTH, X_DEPTH, BATCH, FENCE, True,
+        chunk + LAST * K_WARPS * 8, CHUNKS, GROUP_SIZE, HAS_ZEROS, ELEMENT, MASKED, CUT, True,
     )  # fmt: skip
     if GROUP_SIZE == 0:
         totals = add_scaled(scales[0], sums, totals, 0, ELEMENT)

@@ -5,67 +5,15 @@ elements of a 1-D tensor are four registers of one lane. `mma.m16n8k16` multipli
 weights (A, four registers of two values) with 16×8 activations (B, two registers), tokens in the
 columns; a lane's accumulator is rows ``lane // 4`` and ``lane // 4 + 8``, two columns each.
 
-Source: PTX ISA 8.x, "Matrix fragments for mma.m16n8k16"; the conversion (an int4 in the low bits of
-a float whose exponent makes one unit 1) is the one of "Who Says Elephants Can't Run",
-arXiv:2211.10017, §3.3.
+Source: PTX ISA 8.x, "Matrix fragments for mma.m16n8k16"; the conversion is that of
+:mod:`.int4_jit`.
 """
 
 from __future__ import annotations
 
 import triton
 
-MAGIC = {"bf16": 0x43004300, "f16": 0x64006400}
-"""Two floats 128 (bf16) or 1024 (fp16), whose last mantissa bit is worth 1: ``magic | q`` is
-``magic + q``."""
-ONE = {"bf16": 0x3F803F80, "f16": 0x3C003C00}
-MINUS_MIDDLE = {"bf16": 0xC308C308, "f16": 0xE408E408}
-"""Two floats -(magic + 8): what a symmetric scheme adds to ``magic + q`` to get ``q - 8``."""
-MINUS_MAGIC = {"bf16": 0xC300C300, "f16": 0xE400E400}
-"""Two floats -magic: ``minus magic | zero`` is ``-(magic + zero)``."""
-
-
-@triton.constexpr_function  # type: ignore[untyped-decorator]
-def shifted(operand: int, nibbles: int) -> list[str]:
-    """Write what brings a word, some nibbles lower, into the register ``shifted``."""
-    if nibbles == 0:
-        return [f"mov.b32 shifted, ${operand};"]
-    return [f"shr.u32 shifted, ${operand}, {4 * nibbles};"]
-
-
-@triton.constexpr_function  # type: ignore[untyped-decorator]
-def scaled_pair(element: str, row: int, result: str) -> list[str]:
-    """Write ``result = (value + offset) * scale`` of the two nibbles that ``shifted`` holds.
-
-    Args:
-        element: ``bf16`` or ``f16``.
-        row: which registers ``offset`` and ``scale`` it takes, 0 or 1.
-        result: register, holds two numbers.
-    """
-    return [
-        # 0xEA is (source & mask) | magic.
-        f"lop3.b32 value, shifted, 0x000f000f, {MAGIC[element]:#x}, 0xEA;",
-        f"fma.rn.{element}x2 value, value, one, offset{row};",
-        # Adding -0 keeps the product as it is; sm_80 has no mul.bf16x2.
-        f"fma.rn.{element}x2 {result}, value, scale{row}, nothing;",
-    ]
-
-
-@triton.constexpr_function  # type: ignore[untyped-decorator]
-def both_rows(name: str, pair: str) -> list[str]:
-    """Write what brings each half of a register twice into a register of its own."""
-    return [f"prmt.b32 {name}0, {pair}, 0, 0x1010;", f"prmt.b32 {name}1, {pair}, 0, 0x3232;"]
-
-
-@triton.constexpr_function  # type: ignore[untyped-decorator]
-def unpack_zeros(element: str) -> list[str]:
-    """Write what turns the lowest zero points of the register ``shifted`` into ``offset0`` and 1.
-
-    They are those of rows g and g + 8 (:mod:`.layout`); each is needed twice in
-    one register.
-    """
-    # 0xEA is (source & mask) | magic.
-    pair = f"lop3.b32 shifted, shifted, 0x000f000f, {MINUS_MAGIC[element]:#x}, 0xEA;"
-    return [pair, *both_rows("offset", "shifted")]
+from taut_kernels.gemm.w4a16.int4_jit import MAGIC, MINUS_MIDDLE, ONE, shifted, unpack_zeros
 
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]

@@ -13,37 +13,11 @@ Source    The products of :mod:`.decode`; multi-stage `cp.async` as in
 from __future__ import annotations
 
 from taut_kernels.gemm.w4a16.decode_ring_kernel import w4a16_decode_ring_kernel
-from taut_kernels.gemm.w4a16.decode_ring_tile import MAX_TOKENS, RingTile, token_tiles
+from taut_kernels.gemm.w4a16.decode_ring_tile import MAX_TOKENS, Cut, RingTile, token_tiles
 from taut_kernels.gemm.w4a16.plan import Call, OneProduct, plan_rows
 from taut_kernels.launch import launcher
 
 _KERNEL = launcher.Launcher(w4a16_decode_ring_kernel)
-
-
-def launch_constants(
-    tile: RingTile, K: int, tokens: int, group_size: int, *, has_zeros: bool, pdl: bool
-) -> dict[str, int | bool]:
-    """Return the kernel constants that follow from tile and shape.
-
-    Args:
-        tile: how to cut the work.
-        K: input features.
-        tokens: token tiles, of :func:`.decode_ring_tile.token_tiles`.
-        group_size: G, or 0 for one group a channel.
-        has_zeros: with zero points.
-        pdl: the card has programmatic dependent launch.
-    """
-    return {
-        "PDL": pdl,
-        "K": K,
-        "GROUP_SIZE": group_size,
-        "HAS_ZEROS": has_zeros,
-        "TOKEN_TILES": tokens,
-        "ROW_WARPS": tile.row_warps,
-        "CHUNKS_PER_STEP": tile.chunks_per_step,
-        "SPLIT_K": tile.split_k,
-        "STAGES": tile.stages_that_fit(tokens, group_size, has_zeros=has_zeros),
-    }
 
 
 def plan(tile: RingTile, call: Call) -> OneProduct:
@@ -60,9 +34,14 @@ def plan(tile: RingTile, call: Call) -> OneProduct:
         raise ValueError(f"x must have at most {MAX_TOKENS} rows for a ring tile, got {call.M}")
     row_tiles, tokens = min(tile.row_tiles, call.N // 16), token_tiles(call.M)
 
-    def constants(pdl: bool) -> dict[str, int | bool]:
-        shape = (call.K, tokens, call.group)
-        named = launch_constants(tile, *shape, has_zeros=call.has_zeros, pdl=pdl)
-        return named | {"ROW_TILES": row_tiles}
+    def cut() -> Cut:
+        return Cut(
+            token_tiles=tokens,
+            row_tiles=row_tiles,
+            row_warps=tile.row_warps,
+            chunks_per_step=tile.chunks_per_step,
+            split_k=tile.split_k,
+            stages=tile.stages_that_fit(tokens, call.group, has_zeros=call.has_zeros),
+        )
 
-    return plan_rows(_KERNEL, tile, (row_tiles, tokens), call, constants)
+    return plan_rows(_KERNEL, tile, (row_tiles, tokens), call, cut)

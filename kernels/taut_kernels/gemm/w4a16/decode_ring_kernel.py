@@ -23,12 +23,14 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from taut_kernels.gemm.w4a16.decode_ptx import SCALE_CONSTRAINTS, scale_ptx
 from taut_kernels.gemm.w4a16.decode_ring_store_jit import reduce_and_store
-from taut_kernels.gemm.w4a16.quads_jit import scale_lines, whole_quads, zero_places, zero_quads
+from taut_kernels.gemm.w4a16.int4_jit import scale_lines, whole_quads, zero_places, zero_quads
 from taut_kernels.gemm.w4a16.ring_address_jit import (
     activation_addresses,
+    channel_offsets,
     channel_words,
     scale_addresses,
     word_addresses,
+    zero_addresses,
 )
 from taut_kernels.gemm.w4a16.ring_stage_jit import (
     copy_activations,
@@ -36,9 +38,7 @@ from taut_kernels.gemm.w4a16.ring_stage_jit import (
     load_activations,
     multiply_chunks,
 )
-from taut_kernels.gemm.w4a16.ring_zeros_jit import channel_offsets, zero_addresses
-from taut_kernels.hopper.barriers import barrier
-from taut_kernels.hopper.early_start import early_start
+from taut_kernels.hopper import barrier, early_start, row_major
 
 
 @gluon.constexpr_function
@@ -48,11 +48,6 @@ def _steps(chunks, chunks_a_step):
     Triton 3.6 fails on a loop of one pass.
     """
     return max(4, -(-chunks // (2 * chunks_a_step)) * 2)
-
-
-@gluon.constexpr_function
-def _row_major(rank):
-    return gl.SwizzledSharedLayout(1, 1, 1, list(reversed(range(rank))))
 
 
 @gluon.jit
@@ -89,17 +84,17 @@ def _allocate(
     w, s, z, x = (), (), (), ()
     for _ in gl.static_range(2):
         words = gl.allocate_shared_memory(
-            gl.int32, [HALF, WARP_TILES, 1, ROW_WARPS, 32, 4], _row_major(5)
+            gl.int32, [HALF, WARP_TILES, 1, ROW_WARPS, 32, 4], row_major(5)
         )
         scales = gl.allocate_shared_memory(
-            gl.int32, [S_HALF, WARP_SCALES, 1, ROW_WARPS, 32], _row_major(4)
+            gl.int32, [S_HALF, WARP_SCALES, 1, ROW_WARPS, 32], row_major(4)
         )
         zeros = scales
         if HAS_ZEROS:
             zeros = gl.allocate_shared_memory(
-                gl.int32, [S_HALF, WARP_ZEROS, 1, ROW_WARPS, 8], _row_major(4)
+                gl.int32, [S_HALF, WARP_ZEROS, 1, ROW_WARPS, 8], row_major(4)
             )
-        values = gl.allocate_shared_memory(gl.int32, [HALF, FRAGMENTS, 32, 4], _row_major(3))
+        values = gl.allocate_shared_memory(gl.int32, [HALF, FRAGMENTS, 32, 4], row_major(3))
         w, s, z, x = w + (words,), s + (scales,), z + (zeros,), x + (values,)
     return w, s, z, x
 
@@ -130,17 +125,16 @@ def _step(
     AHEAD: gl.constexpr,
     STEPS: gl.constexpr,
     CHUNKS: gl.constexpr,
-    ROW_TILES: gl.constexpr,
-    TOKEN_TILES: gl.constexpr,
-    CHUNKS_PER_STEP: gl.constexpr,
     GROUP_SIZE: gl.constexpr,
     QUADS: gl.constexpr,
     HAS_ZEROS: gl.constexpr,
     ELEMENT: gl.constexpr,
     MASKED: gl.constexpr,
+    CUT: gl.constexpr,
     L: gl.constexpr,
 ):
     """Wait for a stage, multiply it, and ask for a later one first."""
+    CHUNKS_PER_STEP: gl.constexpr = CUT.chunks_per_step
     async_copy.wait_group(AHEAD - 1)
     barrier()
     place = zero_places(first_chunk, step, CHUNKS_PER_STEP, GROUP_SIZE, QUADS, L)
@@ -153,7 +147,7 @@ def _step(
         copy_activations(next_slots[3], ahead, activations, CHUNKS, CHUNKS_PER_STEP, MASKED)
     async_copy.commit_group()
     return multiply_chunks(
-        sums, totals, slots, place, channel_zeros, CHUNKS_PER_STEP, ROW_TILES, TOKEN_TILES,
+        sums, totals, slots, place, channel_zeros, CHUNKS_PER_STEP, CUT.row_tiles, CUT.token_tiles,
         GROUP_SIZE, QUADS, HAS_ZEROS, ELEMENT, L,
     )  # fmt: skip
 
@@ -176,14 +170,15 @@ def w4a16_decode_ring_kernel(
     HAS_ZEROS: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     ELEMENT: gl.constexpr,  # "bf16" or "f16"
-    TOKEN_TILES: gl.constexpr,  # of 8 tokens: 1, 2, 4 or 8
-    ROW_TILES: gl.constexpr,  # 16-row tiles a warp
-    ROW_WARPS: gl.constexpr,
-    CHUNKS_PER_STEP: gl.constexpr,  # a warp, 2 or 4: a step has whole groups
-    SPLIT_K: gl.constexpr,
-    STAGES: gl.constexpr,  # even
+    CUT: gl.constexpr,  # of :mod:`.decode_ring_tile`
     PDL: gl.constexpr,  # start before the kernel in front has ended (sm_90)
 ):
+    TOKEN_TILES: gl.constexpr = CUT.token_tiles
+    ROW_TILES: gl.constexpr = CUT.row_tiles
+    ROW_WARPS: gl.constexpr = CUT.row_warps
+    CHUNKS_PER_STEP: gl.constexpr = CUT.chunks_per_step
+    SPLIT_K: gl.constexpr = CUT.split_k
+    STAGES: gl.constexpr = CUT.stages
     # Outermost is what a warp copies one after another.
     L: gl.constexpr = gl.BlockedLayout(
         [1, 1, 1, 1, 4], [1, 1, 1, 32, 1], [1, 1, ROW_WARPS, 1, 1], [4, 3, 2, 1, 0]
@@ -255,8 +250,8 @@ def w4a16_decode_ring_kernel(
             sums, totals = _step(
                 sums, totals, 2 * pair + odd, _slots(rings, odd, slot, GROUP_SIZE != 0),
                 _slots(rings, 1 - odd, slot if odd else before, GROUP_SIZE != 0), first_chunk,
-                weights, activations, channel_zeros, STAGES - 1, STEPS, CHUNKS, ROW_TILES,
-                TOKEN_TILES, CHUNKS_PER_STEP, GROUP_SIZE, QUADS, HAS_ZEROS, ELEMENT, MASKED, L,
+                weights, activations, channel_zeros, STAGES - 1, STEPS, CHUNKS, GROUP_SIZE, QUADS,
+                HAS_ZEROS, ELEMENT, MASKED, CUT, L,
             )  # fmt: skip
         before = slot
         slot = gl.where(slot + 1 == STAGES // 2, 0, slot + 1)

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import triton
 
-from taut_kernels.gemm.w4a16.decode_ptx import MAGIC, MINUS_MIDDLE, ONE, both_rows, shifted
+from taut_kernels.gemm.w4a16.int4_jit import MAGIC, MINUS_MIDDLE, ONE, both_rows, shifted
 
 _OUTPUTS = 16
-_NEGATIVE_ZERO = 0x80008000
 
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]

@@ -10,8 +10,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from taut_kernels.hopper.barriers import barrier
-from taut_kernels.hopper.layouts import axis
+from taut_kernels.hopper import axis, barrier
 
 
 @gluon.jit

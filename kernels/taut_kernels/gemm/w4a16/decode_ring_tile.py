@@ -7,13 +7,25 @@ for more than 8 tokens; :mod:`.rule` chooses it for a shape nobody measured.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from taut_kernels.gemm.w4a16.ring_tile import SHARED_BYTES, scale_bytes
 
 MAX_TOKENS = 64
 """Most tokens the kernel takes: eight tiles of 8."""
-SHARED_BYTES = 227 * 1024
-"""Shared memory a program may use on an H100 or H200 (CUDA C++ Programming Guide)."""
 _RESERVED_BYTES = 2048
 """Left to the compiler."""
+
+
+class Cut(NamedTuple):
+    """What a form of the kernel knows of its tile, one constant."""
+
+    token_tiles: int  # of 8 tokens: 1, 2, 4 or 8
+    row_tiles: int  # 16-row tiles a warp
+    row_warps: int  # warps of a program
+    chunks_per_step: int  # a warp's, 2 or 4: a step has whole groups
+    split_k: int  # programs along K
+    stages: int  # of the ring, even
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,62 +108,6 @@ class RingTile:
         size = self.stage_bytes(token_tiles, group_size, has_zeros=has_zeros)
         fit = (SHARED_BYTES - _RESERVED_BYTES) // size
         return min(self.stages, fit - fit % 2)
-
-
-def whole_quads(chunks: int, group_size: int) -> bool:
-    """Say whether a warp's part of a step is whole quads of groups.
-
-    A quad's scales of 16 rows are 32 words that lie together (:mod:`.formats_mma`). Then a stage
-    keeps each of them once, and one copy brings them all; else it keeps a group's eight words once
-    a lane: four times.
-
-    Args:
-        chunks: of 64 columns, the warp's in a step.
-        group_size: G, or 0 for one group a channel.
-    """
-    return group_size != 0 and 64 * chunks % (4 * group_size) == 0
-
-
-def scale_lines(chunks: int, group_size: int) -> int:
-    """Count the lines of 32 words that a row tile's scales of a step take in shared memory.
-
-    A line is a quad's (:func:`whole_quads`) or a group's; a channel's scales, and those of a group
-    longer than the step, take one.
-
-    Args:
-        chunks: of 64 columns, a warp's in a step.
-        group_size: G, or 0 for one group a channel.
-    """
-    if group_size == 0:
-        return 1
-    columns = 64 * chunks
-    return columns // (4 * group_size) or max(1, columns // group_size)
-
-
-def zero_quads(chunks: int, group_size: int) -> int:
-    """Count the quads whose zero points, eight words each, a row tile takes in a step.
-
-    Part of a quad takes them all: a word holds those of four groups (:mod:`.formats_mma`).
-
-    Args:
-        chunks: of 64 columns, a warp's in a step.
-        group_size: G, or 0 for one group a channel.
-    """
-    return max(1, 64 * chunks // (4 * group_size)) if group_size else 1
-
-
-def scale_bytes(chunks: int, group_size: int, *, has_zeros: bool) -> int:
-    """Return what a stage of a ring holds of a row tile's scales and zero points.
-
-    Args:
-        chunks: of 64 columns, a warp's in a step.
-        group_size: G, or 0 for one group a channel, which no stage holds.
-        has_zeros: with zero points.
-    """
-    if group_size == 0:
-        return 0
-    zeros = 32 * zero_quads(chunks, group_size) if has_zeros else 0
-    return 128 * scale_lines(chunks, group_size) + zeros
 
 
 def token_tiles(M: int) -> int:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 from taut_kernels.gemm.w4a16 import weight_format
 from taut_kernels.gemm.w4a16.cost import MULTIPROCESSORS, Cost, Cut, by_estimate, estimate
@@ -28,6 +29,19 @@ UNIT = 512
 """K indices a warp works through between two looks at its place (8 chunks of 64)."""
 WARPS_WANTED = 1536
 """Warps that keep 132 SMs busy; fewer leave memory idle, more only add reductions (README)."""
+
+
+class DecodeCut(NamedTuple):
+    """What a form of the kernel knows of its tile, one constant."""
+
+    token_tiles: int  # 1 for M ≤ 8, 2 for M ≤ 16
+    row_warps: int  # warps beside each other, a 16-row tile each
+    k_warps: int  # warps along K
+    split_k: int  # programs along K
+    depth: int  # chunks of weights in flight
+    x_depth: int  # chunks of activations in flight
+    batch: int  # chunks consumed between two rounds of loads; divides 8 and both depths
+    fence: bool  # keep ptxas from sinking loads to their uses
 
 
 @dataclass(frozen=True, slots=True)

@@ -174,19 +174,19 @@ def multiply_unit(
     value_ptrs1,
     chunk,  # index of this unit's first chunk, a warp each
     num_chunks,
-    TOKEN_TILES: tl.constexpr,
-    K_WARPS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,  # 0: one group a channel, scaled after the loop
     HAS_ZEROS: tl.constexpr,
     ELEMENT: tl.constexpr,
     MASKED: tl.constexpr,
-    DEPTH: tl.constexpr,
-    X_DEPTH: tl.constexpr,
-    BATCH: tl.constexpr,
-    FENCE: tl.constexpr,
+    CUT: tl.constexpr,  # of :mod:`.decode_tile`
     LAST: tl.constexpr,
 ):
     """Consume one unit, loading what follows it as registers fall free."""
+    TOKEN_TILES: tl.constexpr = CUT.token_tiles
+    K_WARPS: tl.constexpr = CUT.k_warps
+    DEPTH: tl.constexpr = CUT.depth
+    X_DEPTH: tl.constexpr = CUT.x_depth
+    BATCH: tl.constexpr = CUT.batch
     SIZE: tl.constexpr = chunk.shape[0]
     if GROUP_SIZE:
         sums = zero_accumulators(TOKEN_TILES, SIZE)
@@ -216,7 +216,7 @@ def multiply_unit(
                         MASKED,
                     )
                     value_queue = value_queue + (values,)
-        if FENCE and not LAST and (c + 1) % BATCH == 0:
+        if CUT.fence and not LAST and (c + 1) % BATCH == 0:
             tl.inline_asm_elementwise(
                 FENCE_PTX, FENCE_CONSTRAINTS, (chunk,), dtype=tl.int32, is_pure=False, pack=4
             )

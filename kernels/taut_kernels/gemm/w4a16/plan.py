@@ -83,6 +83,16 @@ class Call(NamedTuple):
         return self.N, self.K, self.group_size, self.dtype, self.has_zeros, self.has_bias
 
     @property
+    def constants(self) -> launcher.Constants:
+        """What of a layer every kernel is compiled with."""
+        return {
+            "K": self.K,
+            "GROUP_SIZE": self.group,
+            "HAS_ZEROS": self.has_zeros,
+            "HAS_BIAS": self.has_bias,
+        }
+
+    @property
     def device_number(self) -> int:
         """The device's number, -1 of a CPU (the Triton interpreter)."""
         return -1 if self.device.index is None else self.device.index
@@ -184,7 +194,7 @@ def plan_rows(
     tile: DecodeTile | RingTile,
     warp_tiles: tuple[int, int],
     call: Call,
-    named: Callable[[bool], dict[str, int | bool]],
+    cut: Callable[[], tuple[int, ...]],
 ) -> OneProduct:
     """Prepare a call of a kernel whose programs take rows of weights and all tokens.
 
@@ -193,8 +203,7 @@ def plan_rows(
         tile: how to cut the rows.
         warp_tiles: a warp's of 16 rows, and of 8 tokens.
         call: what to prepare for.
-        named: makes the constants that follow from tile and shape; takes whether the card has
-            programmatic dependent launch.
+        cut: makes the kernel's constant ``CUT``.
     """
     row_tiles, token_tiles = warp_tiles
     rows = 16 * row_tiles * tile.row_warps
@@ -202,10 +211,9 @@ def plan_rows(
 
     def constants() -> tuple[launcher.Constants, launcher.Constants]:
         pdl = launcher.is_hopper(call.device)
-        given = {"HAS_ZEROS": call.has_zeros, "HAS_BIAS": call.has_bias}
-        cut = {"ELEMENT": ELEMENT[call.dtype]}
+        named = {"CUT": cut(), "PDL": pdl, "ELEMENT": ELEMENT[call.dtype]} | call.constants
         options = {"num_warps": tile.num_warps, "maxnreg": tile.registers or None}
-        return named(pdl) | given | cut, options | launcher.PDL_OPTIONS[pdl]
+        return named, options | launcher.PDL_OPTIONS[pdl]
 
     split = tile.split_k > 1
     product = Product(
@@ -217,17 +225,3 @@ def plan_rows(
         split,
     )
     return OneProduct(product, call)
-
-
-def require_meeting_places(tiles: int, N: int) -> None:
-    """Refuse a tile that makes more partial sums meet than a layer's ``arrivals`` counts.
-
-    Args:
-        tiles: of the result.
-        N: output features of the layer.
-
-    Raises:
-        ValueError: there are more.
-    """
-    if tiles > N // 16:
-        raise ValueError(f"split_k: {tiles} tiles meet, arrivals counts {N // 16}")

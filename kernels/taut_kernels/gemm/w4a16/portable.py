@@ -17,39 +17,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from taut_kernels.gemm.w4a16.lookup import WgmmaTile
-from taut_kernels.gemm.w4a16.plan import ELEMENT, Call, OneProduct, Product, require_meeting_places
+from taut_kernels.gemm.w4a16.plan import ELEMENT, Call, OneProduct, Product
 from taut_kernels.gemm.w4a16.portable_kernel import reorder_kernel, w4a16_wgmma_kernel
+from taut_kernels.gemm.w4a16.portable_tile import Cut, WgmmaTile
+from taut_kernels.gemm.w4a16.ring_tile import require_meeting_places
 from taut_kernels.launch import launcher
 
 _REORDER_BLOCK = 2048
 _PRODUCT = launcher.Launcher(w4a16_wgmma_kernel)
 _REORDER = launcher.Launcher(reorder_kernel)
-
-
-def launch_constants(
-    tile: WgmmaTile, K: int, group_size: int, *, hopper: bool
-) -> dict[str, int | bool | str]:
-    """Return the kernel constants that follow from tile and shape.
-
-    Args:
-        tile: how to cut the work.
-        K: input features.
-        group_size: G, or 0 for one group a channel.
-        hopper: the card has `wgmma`, whose products go on after they were issued, and programmatic
-            dependent launch.
-    """
-    return {
-        "K": K,
-        "GROUP_SIZE": group_size,
-        "BLOCK_M": tile.block_m,
-        "CHUNKS_PER_STEP": 1 if (K // 64) % 2 else tile.chunks_per_step,
-        "SPLIT_K": tile.split_k,
-        "REORDERED": tile.reordered,
-        "EARLY_WAIT": tile.early_wait and hopper,
-        "PDL": hopper,
-        "WARPS": tile.num_warps,
-    }
 
 
 def reorder(x: Tensor) -> Tensor:
@@ -103,13 +79,19 @@ def product(tile: WgmmaTile, call: Call, rows: int) -> Product:
         sums = grid[0] * grid[1] * grid[2] * tile.rows * tile.block_m
 
     def constants() -> tuple[launcher.Constants, launcher.Constants]:
+        # Whose products go on after they were issued, and that has programmatic dependent launch.
         hopper = launcher.is_hopper(call.device)
-        named = launch_constants(tile, call.K, call.group, hopper=hopper) | {
-            "HAS_ZEROS": call.has_zeros,
-            "HAS_BIAS": call.has_bias,
-            "ELEMENT": ELEMENT[call.dtype],
-        }
-        return named, {"num_warps": tile.num_warps} | launcher.PDL_OPTIONS[hopper]
+        cut = Cut(
+            block_m=tile.block_m,
+            chunks_per_step=1 if (call.K // 64) % 2 else tile.chunks_per_step,
+            split_k=tile.split_k,
+            reordered=tile.reordered,
+            early_wait=tile.early_wait and hopper,
+            warps=tile.num_warps,
+        )
+        options = {"num_warps": tile.num_warps} | launcher.PDL_OPTIONS[hopper]
+        named = {"CUT": cut, "PDL": hopper, "ELEMENT": ELEMENT[call.dtype]}
+        return named | call.constants, options
 
     form = _PRODUCT.form((tile, call.form), call.device_number)
     return Product(form, constants, call.N, grid, sums, meet=tile.split_k > 1)

@@ -234,18 +234,18 @@ def w4a16_wgmma_kernel(
     x_ptr, qweight_ptr, scales_ptr, zeros_ptr, bias_ptr, y_ptr, partial_ptr, arrivals_ptr,
     M, N, stride_xm, K: tl.constexpr, GROUP_SIZE: tl.constexpr, HAS_ZEROS: tl.constexpr,
     HAS_BIAS: tl.constexpr, ELEMENT: tl.constexpr,
-    BLOCK_M: tl.constexpr,  # tokens a program
-    CHUNKS_PER_STEP: tl.constexpr,  # 1 or 2 chunks of 64 K indices
-    SPLIT_K: tl.constexpr,
-    REORDERED: tl.constexpr,
-    EARLY_WAIT: tl.constexpr,
+    CUT: tl.constexpr,  # of :mod:`.portable_tile`
     PDL: tl.constexpr,  # start before the kernel in front has ended (sm_90)
-    WARPS: tl.constexpr,  # a 16-row tile each
 ):  # fmt: skip
     """Operands as of :func:`.ring_kernel.w4a16_wgmma_ring_kernel`.
 
-    But x is in fragment order if REORDERED, and partial is [tiles of y, SPLIT_K, rows, BLOCK_M].
+    But x is in fragment order if the tile is ``reordered``, and partial is [tiles of y, SPLIT_K,
+    rows, BLOCK_M].
     """
+    BLOCK_M: tl.constexpr = CUT.block_m
+    CHUNKS_PER_STEP: tl.constexpr = CUT.chunks_per_step
+    SPLIT_K: tl.constexpr = CUT.split_k
+    WARPS: tl.constexpr = CUT.warps
     CHUNKS: tl.constexpr = K // 64
     QUADS: tl.constexpr = (K // GROUP_SIZE + 3) // 4 if GROUP_SIZE else 1
     ROWS: tl.constexpr = WARPS * 16
@@ -266,7 +266,7 @@ def w4a16_wgmma_kernel(
     if HAS_ZEROS:
         zero_ptrs = zero_pointers(zeros_ptr, pid * WARPS, N, QUADS, WARPS)
 
-    column = _columns(64 * CHUNKS_PER_STEP, REORDERED)
+    column = _columns(64 * CHUNKS_PER_STEP, CUT.reordered)
     token = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     # Tokens beyond M read the first ones again: no mask, never stored. Not all the last one:
     # every multiprocessor would ask one place of L2 for one line, 128 times a step.
@@ -301,7 +301,7 @@ def w4a16_wgmma_kernel(
         parts = ()
         for c in tl.static_range(CHUNKS_PER_STEP):
             words = tl.load(word_ptrs + (chunk + c) * 128, eviction_policy="evict_first")
-            if EARLY_WAIT:
+            if CUT.early_wait:
                 # The products of the step before still read the registers that the conversion is
                 # about to write, and Triton 3.6 and 3.9 do not wait for them (README).
                 words = tl.inline_asm_elementwise(
@@ -311,7 +311,7 @@ def w4a16_wgmma_kernel(
             parts = parts + (part,)
         weight = _side_by_side(parts, ROWS)
         acc = tl.dot(weight, x.T, acc)
-        if not EARLY_WAIT:
+        if not CUT.early_wait:
             # A use that is no product makes Triton wait for the products at the end of the step.
             acc = _used(acc)
         quads = next_quads

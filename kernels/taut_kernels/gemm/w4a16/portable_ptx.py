@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import triton
 
-from taut_kernels.gemm.w4a16.decode_ptx import (
+from taut_kernels.gemm.w4a16.int4_jit import (
     MINUS_MIDDLE,
+    NEGATIVE_ZERO,
     ONE,
     both_rows,
     scaled_pair,
@@ -24,7 +25,6 @@ from taut_kernels.gemm.w4a16.decode_ptx import (
 )
 
 _OUTPUTS = 16
-_NEGATIVE_ZERO = 0x80008000
 
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]
@@ -47,7 +47,7 @@ def convert_ptx(element: str, has_zeros: bool, same_group: bool) -> str:
     index = zeros + (4 if has_zeros else 0)
     text = ["{", ".reg .b32 shifted, one, nothing, value, low, high, pair, bit;"]
     text += [".reg .b32 scale0, scale1, offset0, offset1;", ".reg .pred odd, upper;"]
-    text += [f"mov.b32 one, {ONE[element]:#x};", f"mov.b32 nothing, {_NEGATIVE_ZERO:#x};"]
+    text += [f"mov.b32 one, {ONE[element]:#x};", f"mov.b32 nothing, {NEGATIVE_ZERO:#x};"]
     if not has_zeros:
         text += [f"mov.b32 offset{row}, {MINUS_MIDDLE[element]:#x};" for row in (0, 1)]
     for half in (0, 1):

@@ -3,6 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Cut(NamedTuple):
+    """What a form of the kernel knows of its tile, one constant."""
+
+    block_m: int  # tokens a program
+    chunks_per_step: int  # 1 or 2 chunks of 64 K indices
+    split_k: int  # programs along K
+    reordered: bool  # activations are in fragment order
+    early_wait: bool  # wait for products before the next conversion
+    warps: int  # of a program, a 16-row tile each
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,27 +14,12 @@ Source    The products of :mod:`.portable`, the ring of
 from __future__ import annotations
 
 from taut_kernels.gemm.w4a16 import tma as w4a16_wgmma_tma
-from taut_kernels.gemm.w4a16.plan import (
-    ELEMENT,
-    Call,
-    Fills,
-    OneProduct,
-    Product,
-    require_meeting_places,
-)
+from taut_kernels.gemm.w4a16.plan import ELEMENT, Call, Fills, OneProduct, Product
 from taut_kernels.gemm.w4a16.ring_kernel import w4a16_wgmma_ring_kernel
-from taut_kernels.gemm.w4a16.ring_tile import WgmmaRingTile
+from taut_kernels.gemm.w4a16.ring_tile import WgmmaRingTile, require_meeting_places
 from taut_kernels.launch import launcher
 
 _KERNEL = launcher.Launcher(w4a16_wgmma_ring_kernel)
-
-
-def launch_constants(
-    tile: WgmmaRingTile, K: int, group_size: int, *, has_zeros: bool
-) -> dict[str, int | bool | str]:
-    """Return the kernel constants that follow from tile and shape; arguments as for the tile's."""
-    common = tile.launch_constants(K, group_size, has_zeros=has_zeros)
-    return common | {"BLOCK_M": tile.block_m, "PDL": True}
 
 
 def plan(tile: WgmmaRingTile, call: Call) -> OneProduct:
@@ -66,12 +51,8 @@ def product(tile: WgmmaRingTile, call: Call, rows: int) -> Fills:
         require_meeting_places(grid[0] * grid[2], call.N)
 
     def constants() -> tuple[launcher.Constants, launcher.Constants]:
-        has_zeros = call.has_zeros
-        named = launch_constants(tile, call.K, call.group, has_zeros=has_zeros) | {
-            "HAS_BIAS": call.has_bias,
-            "ELEMENT": ELEMENT[call.dtype],
-            "ROW_TILES": row_tiles,
-        }
+        cut = tile.cut(call.group, has_zeros=call.has_zeros, row_tiles=row_tiles)
+        named = {"CUT": cut, "PDL": True, "ELEMENT": ELEMENT[call.dtype]} | call.constants
         options = {"num_warps": tile.num_warps, "maxnreg": tile.registers or None}
         return named, options | launcher.PDL_OPTIONS[True]
 

@@ -20,11 +20,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from taut_kernels.gemm.w4a16.quads_jit import scale_lines, whole_quads, zero_places, zero_quads
+from taut_kernels.gemm.w4a16.int4_jit import (
+    convert,
+    scale_lines,
+    whole_quads,
+    zero_places,
+    zero_quads,
+)
 from taut_kernels.gemm.w4a16.ring_address_jit import (
+    channel_offsets,
     channel_words,
     scale_addresses,
     word_addresses,
+    zero_addresses,
 )
 from taut_kernels.gemm.w4a16.ring_operands_jit import (
     copy_tokens,
@@ -33,19 +41,20 @@ from taut_kernels.gemm.w4a16.ring_operands_jit import (
     token_addresses,
 )
 from taut_kernels.gemm.w4a16.ring_stage_jit import copy_stage
-from taut_kernels.gemm.w4a16.ring_zeros_jit import channel_offsets, zero_addresses
-from taut_kernels.gemm.w4a16.tile_jit import convert, reduce_and_store, steps_of
-from taut_kernels.hopper.barriers import barrier
-from taut_kernels.hopper.early_start import early_start
-from taut_kernels.hopper.wgmma import multiply, no_sums, sums_of, wait_for_products
+from taut_kernels.hopper import (
+    barrier,
+    early_start,
+    multiply,
+    no_sums,
+    reduce_and_store,
+    row_major,
+    steps_of,
+    sums_of,
+    wait_for_products,
+)
 
 # Triton 3.9 has reinterpret, 3.6 only _reinterpret.
 _PUBLIC = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
-
-
-@gluon.constexpr_function
-def _row_major(rank):
-    return gl.SwizzledSharedLayout(1, 1, 1, list(reversed(range(rank))))
 
 
 @gluon.constexpr_function
@@ -61,16 +70,14 @@ def _allocate(
 ):  # fmt: skip
     """Allocate the rings of weights, scales and zero points, and one of activations a chunk."""
     S_STAGES: gl.constexpr = STAGES if HAS_GROUPS else 1
-    words = gl.allocate_shared_memory(
-        gl.int32, [STAGES, WARP_TILES, 1, WARPS, 32, 4], _row_major(5)
-    )
+    words = gl.allocate_shared_memory(gl.int32, [STAGES, WARP_TILES, 1, WARPS, 32, 4], row_major(5))
     scales = gl.allocate_shared_memory(
-        gl.int32, [S_STAGES, WARP_SCALES, 1, WARPS, 32], _row_major(4)
+        gl.int32, [S_STAGES, WARP_SCALES, 1, WARPS, 32], row_major(4)
     )
     zeros = scales
     if HAS_ZEROS:
         zeros = gl.allocate_shared_memory(
-            gl.int32, [S_STAGES, WARP_ZEROS, 1, WARPS, 8], _row_major(4)
+            gl.int32, [S_STAGES, WARP_ZEROS, 1, WARPS, 8], row_major(4)
         )
     # Words of two columns: rows of 128 bytes, swizzled as `wgmma` reads them.
     X_WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)
@@ -161,16 +168,17 @@ def w4a16_wgmma_ring_kernel(
     HAS_ZEROS: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     ELEMENT: gl.constexpr,  # "bf16" or "f16"
-    BLOCK_M: gl.constexpr,  # tokens a program
-    ROW_TILES: gl.constexpr,  # of 16 rows a warp: sums of their own
-    WARPS: gl.constexpr,  # four make a warp group
-    CHUNKS_PER_STEP: gl.constexpr,  # 2 or 4: a step has whole groups
-    SPLIT_K: gl.constexpr,
-    STAGES: gl.constexpr,
-    PARTS: gl.constexpr,  # products a chunk of a row tile, 1, 2 or 4
-    RUNNING: gl.constexpr,  # products left running while the next one's weights are converted
+    CUT: gl.constexpr,  # of :mod:`.ring_tile`
     PDL: gl.constexpr,  # start before the kernel in front has ended (sm_90)
 ):
+    BLOCK_M: gl.constexpr = CUT.block_m
+    ROW_TILES: gl.constexpr = CUT.row_tiles
+    WARPS: gl.constexpr = CUT.warps
+    CHUNKS_PER_STEP: gl.constexpr = CUT.chunks_per_step
+    SPLIT_K: gl.constexpr = CUT.split_k
+    STAGES: gl.constexpr = CUT.stages
+    PARTS: gl.constexpr = CUT.parts
+    RUNNING: gl.constexpr = CUT.running
     L: gl.constexpr = gl.BlockedLayout(
         [1, 1, 1, 1, 4], [1, 1, 1, 32, 1], [1, 1, WARPS, 1, 1], [4, 3, 2, 1, 0]
     )

@@ -12,8 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from taut_kernels.gemm.w4a16.ring_stage_jit import lane_offsets, lane_word
-from taut_kernels.hopper.copies import copy
-from taut_kernels.hopper.layouts import axis
+from taut_kernels.hopper import axis, copy
 
 
 @gluon.jit

@@ -19,8 +19,8 @@ from taut_kernels.gemm.w4a16.decode_ring_ptx import (
     ring_convert_ptx,
     ring_multiply_ptx,
 )
-from taut_kernels.gemm.w4a16.quads_jit import zero_offsets
-from taut_kernels.hopper.copies import copy
+from taut_kernels.gemm.w4a16.int4_jit import zero_offsets
+from taut_kernels.hopper import copy
 
 
 @gluon.jit

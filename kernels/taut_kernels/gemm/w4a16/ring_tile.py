@@ -1,4 +1,4 @@
-"""How the `wgmma` ring kernel is cut up: a tile and the shared memory it takes.
+"""How the `wgmma` kernels are cut up: a tile, and the shared memory that stages of a ring take.
 
 Its measured tiles stand in the tables of :mod:`.lookup`, which choose a kernel
 for more than 8 tokens; :mod:`.rule` chooses for a shape nobody measured.
@@ -7,15 +7,31 @@ for more than 8 tokens; :mod:`.rule` chooses for a shape nobody measured.
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from taut_kernels.gemm.w4a16.decode_ring_tile import SHARED_BYTES, scale_bytes
+from typing import NamedTuple
 
 MAX_TOKENS = 1024
 """Largest bucket of M that a table may give a tile without ``tma``."""
+SHARED_BYTES = 227 * 1024
+"""Shared memory a program may use on an H100 or H200 (CUDA C++ Programming Guide)."""
 UNEVEN_BLOCKS = (96, 192, 288, 320, 384)
 """Tokens that are no power of two: two parts that are, each with sums of its own."""
 _RESERVED_BYTES = 1024
 """Left to the compiler."""
+
+
+class Cut(NamedTuple):
+    """What a form of either kernel knows of its tile, one constant."""
+
+    block_m: int  # tokens a program
+    row_tiles: int  # of 16 rows a warp: sums of their own
+    warps: int  # that multiply; four make a warp group
+    chunks_per_step: int  # 2 or 4: a step has whole groups; fed by TMA also 1, maybe half a group
+    split_k: int  # programs along K
+    stages: int  # of the ring
+    parts: int  # products a chunk of a row tile, 1, 2 or 4
+    running: int  # products left running while the next one's weights are converted
+    group_m: int  # blocks of tokens beside each other; 0: the grid's axis 2
+    pieces: int  # of a block of tokens; 3, 5 or 9 are two parts, ``split_k`` is 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,27 +173,96 @@ class WgmmaRingTile:
             return f"split_k: {meetings} tiles meet, arrivals counts {N // 16}"
         return None
 
-    def launch_constants(
-        self, K: int, group_size: int, *, has_zeros: bool
-    ) -> dict[str, int | bool | str]:
-        """Return the constants that the kernels of both rings have.
+    def cut(self, group_size: int, *, has_zeros: bool, row_tiles: int | None = None) -> Cut:
+        """Return the tile as kernels take it.
 
         Args:
-            K: input features.
             group_size: G, or 0 for one group a channel.
             has_zeros: with zero points.
+            row_tiles: of a warp, where the layer has fewer than the tile.
 
         Raises:
             ValueError: the tile's ring does not fit shared memory.
         """
-        return {
-            "K": K,
-            "GROUP_SIZE": group_size,
-            "HAS_ZEROS": has_zeros,
-            "WARPS": self.num_warps,
-            "CHUNKS_PER_STEP": self.chunks_per_step,
-            "SPLIT_K": self.split_k,
-            "STAGES": self.stages_that_fit(group_size, has_zeros=has_zeros),
-            "PARTS": self.parts,
-            "RUNNING": self.running,
-        }
+        return Cut(
+            block_m=self.block_m,
+            row_tiles=row_tiles or self.group_tiles,
+            warps=self.num_warps,
+            chunks_per_step=self.chunks_per_step,
+            split_k=self.split_k,
+            stages=self.stages_that_fit(group_size, has_zeros=has_zeros),
+            parts=self.parts,
+            running=self.running,
+            group_m=self.group_m,
+            pieces=self.pieces,
+        )
+
+
+def whole_quads(chunks: int, group_size: int) -> bool:
+    """Say whether a warp's part of a step is whole quads of groups.
+
+    A quad's scales of 16 rows are 32 words that lie together (:mod:`.layout`). Then a stage
+    keeps each of them once, and one copy brings them all; else it keeps a group's eight words once
+    a lane: four times.
+
+    Args:
+        chunks: of 64 columns, the warp's in a step.
+        group_size: G, or 0 for one group a channel.
+    """
+    return group_size != 0 and 64 * chunks % (4 * group_size) == 0
+
+
+def scale_lines(chunks: int, group_size: int) -> int:
+    """Count the lines of 32 words that a row tile's scales of a step take in shared memory.
+
+    A line is a quad's (:func:`whole_quads`) or a group's; a channel's scales, and those of a group
+    longer than the step, take one.
+
+    Args:
+        chunks: of 64 columns, a warp's in a step.
+        group_size: G, or 0 for one group a channel.
+    """
+    if group_size == 0:
+        return 1
+    columns = 64 * chunks
+    return columns // (4 * group_size) or max(1, columns // group_size)
+
+
+def zero_quads(chunks: int, group_size: int) -> int:
+    """Count the quads whose zero points, eight words each, a row tile takes in a step.
+
+    Part of a quad takes them all: a word holds those of four groups (:mod:`.layout`).
+
+    Args:
+        chunks: of 64 columns, a warp's in a step.
+        group_size: G, or 0 for one group a channel.
+    """
+    return max(1, 64 * chunks // (4 * group_size)) if group_size else 1
+
+
+def scale_bytes(chunks: int, group_size: int, *, has_zeros: bool) -> int:
+    """Return what a stage of a ring holds of a row tile's scales and zero points.
+
+    Args:
+        chunks: of 64 columns, a warp's in a step.
+        group_size: G, or 0 for one group a channel, which no stage holds.
+        has_zeros: with zero points.
+    """
+    if group_size == 0:
+        return 0
+    zeros = 32 * zero_quads(chunks, group_size) if has_zeros else 0
+    return 128 * scale_lines(chunks, group_size) + zeros
+
+
+def require_meeting_places(tiles: int, N: int) -> None:
+    """Refuse a tile that makes more partial sums meet than a layer's ``arrivals`` counts.
+
+    Args:
+        tiles: of the result.
+        N: output features of the layer.
+
+    Raises:
+        ValueError: there are more.
+    """
+    if tiles > N // 16:
+        raise ValueError(f"split_k: {tiles} tiles meet, arrivals counts {N // 16}")

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
-from taut_kernels.gemm.w4a16.plan import Call, Weight, require_meeting_places
-from taut_kernels.gemm.w4a16.ring_tile import WgmmaRingTile
+from taut_kernels.gemm.w4a16.plan import Call, Weight
+from taut_kernels.gemm.w4a16.ring_tile import WgmmaRingTile, require_meeting_places
 from taut_kernels.gemm.w4a16.tma_kernel import w4a16_wgmma_tma_kernel
 from taut_kernels.launch import launcher
 from taut_kernels.launch.descriptors import Describe
@@ -29,15 +29,6 @@ _KERNEL = launcher.Launcher(w4a16_wgmma_tma_kernel)
 def word_block(tile: WgmmaRingTile) -> list[int]:
     """Return the block of weights a step of a tile takes: row tiles, quarters of chunks, words."""
     return [tile.rows // 16, 4 * tile.chunks_per_step, 32]
-
-
-def launch_constants(
-    tile: WgmmaRingTile, K: int, group_size: int, *, has_zeros: bool
-) -> dict[str, int | bool | str]:
-    """Return the kernel constants that follow from tile and shape; arguments as for the tile's."""
-    common = tile.launch_constants(K, group_size, has_zeros=has_zeros)
-    own = {"ROW_TILES": tile.group_tiles, "GROUP_M": tile.group_m, "PIECES": tile.pieces}
-    return common | own
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +102,8 @@ def product(tile: WgmmaRingTile, call: Call, rows: int) -> FedProduct:
         sums = grid[0] * grid[1] * grid[2] * tile.rows * tile.block_m
 
     def constants() -> tuple[launcher.Constants, launcher.Constants]:
-        named = launch_constants(tile, call.K, call.group, has_zeros=call.has_zeros) | {
-            "HAS_BIAS": call.has_bias,
-        }
+        cut = tile.cut(call.group, has_zeros=call.has_zeros)
+        named = {"CUT": cut} | call.constants
         options = {"num_warps": tile.num_warps, "maxnreg": tile.registers or None}
         return named, options | launcher.PDL_OPTIONS[True]
 

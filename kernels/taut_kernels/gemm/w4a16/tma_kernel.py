@@ -27,26 +27,92 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from taut_kernels.gemm.w4a16.quads_jit import whole_quads, zero_places
-from taut_kernels.gemm.w4a16.tile_jit import convert, piece_of, reduce_and_store, steps_of
-from taut_kernels.gemm.w4a16.tma_operands_jit import (
+from taut_kernels.gemm.w4a16.int4_jit import (
+    convert,
     groups_of,
     load_scales,
-    load_words,
     load_zeros,
     operands_of,
     prefetch,
     scale_ptrs_of,
+    whole_quads,
+    zero_places,
 )
-from taut_kernels.hopper.barriers import barrier_pairs
-from taut_kernels.hopper.early_start import early_start
-from taut_kernels.hopper.schedule import place
-from taut_kernels.hopper.tma import load_block, seen_as
-from taut_kernels.hopper.wgmma import multiply, no_sums, sums_of, wait_for_products
+from taut_kernels.hopper import (
+    barrier_pairs,
+    early_start,
+    load_block,
+    multiply,
+    no_sums,
+    piece_of,
+    place,
+    reduce_and_store,
+    seen_as,
+    steps_of,
+    sums_of,
+    wait_for_products,
+)
+
+
+@gluon.constexpr_function
+def _bits(count):
+    """Return how many bits count to a power of two."""
+    return count.bit_length() - 1
+
+
+@gluon.constexpr_function
+def word_layout(row_tiles, warps, chunks):
+    """Lay out a step's words [warps · row_tiles, 4 · chunks, 32] as operand A wants them.
+
+    Columns of a row are (g's lowest bit, lane t of memory, word), rows of a chunk g's other bits. A
+    lane (g, t) takes word t of all four lanes of its g: four registers, then those of other chunks,
+    then of other row tiles.
+    """
+    registers = [[0, 0, 4], [0, 0, 8]]
+    registers += [[0, 4 << bit, 0] for bit in range(_bits(chunks))]
+    registers += [[1 << bit, 0, 0] for bit in range(_bits(row_tiles))]
+    lanes = [[0, 0, 1], [0, 0, 2], [0, 0, 16], [0, 1, 0], [0, 2, 0]]
+    of_warps = [[row_tiles << bit, 0, 0] for bit in range(_bits(warps))]
+    shape = [warps * row_tiles, 4 * chunks, 32]
+    return gl.DistributedLinearLayout(registers, lanes, of_warps, [], shape)
+
+
+@gluon.jit
+def _split_words(words, TILES: gl.constexpr, WARPS: gl.constexpr):
+    """Return TILES tensors, one for each place along the last axis."""
+    if TILES == 1:
+        parts = (gl.reshape(words, (1, 1, WARPS, 32, 4)),)
+    elif TILES == 2:
+        parts = gl.split(words)
+    else:
+        halves = gl.split(gl.reshape(words, (1, 1, WARPS, 32, 4, TILES // 2, 2)))
+        even = _split_words(halves[0], TILES // 2, WARPS)
+        odd = _split_words(halves[1], TILES // 2, WARPS)
+        parts = ()
+        for i in gl.static_range(TILES // 2):
+            parts = parts + (even[i], odd[i])
+    return parts
+
+
+@gluon.jit
+def load_words(
+    slot, ROW_TILES: gl.constexpr, WARPS: gl.constexpr, CHUNKS: gl.constexpr, L: gl.constexpr
+):
+    """Return the words of every chunk of every row tile of a step, [1, 1, WARPS, 32, 4] each."""
+    TILES: gl.constexpr = CHUNKS * ROW_TILES
+    LAYOUT: gl.constexpr = word_layout(ROW_TILES, WARPS, CHUNKS)
+    value = slot.load(LAYOUT)
+    # warp, r, chunk, g's upper bits, g's lowest, lane of memory, t.
+    value = gl.reshape(value, (WARPS, ROW_TILES, CHUNKS, 4, 2, 4, 4))
+    value = gl.permute(value, (0, 3, 4, 6, 5, 2, 1))
+    value = gl.reshape(value, (1, 1, WARPS, 32, 4, TILES))
+    found = _split_words(value, TILES, WARPS)
+    result = ()
+    for i in gl.static_range(TILES):
+        result = result + (gl.convert_layout(found[i], L, assert_trivial=True),)
+    return result
 
 
 @gluon.jit
@@ -208,16 +274,14 @@ def _product(
     GROUP_SIZE: gl.constexpr,
     HAS_ZEROS: gl.constexpr,
     HAS_BIAS: gl.constexpr,
-    ROW_TILES: gl.constexpr,
-    WARPS: gl.constexpr,
-    SPLIT_K: gl.constexpr,
+    CUT: gl.constexpr,
     STEPS: gl.constexpr,
-    PARTS: gl.constexpr,
-    RUNNING: gl.constexpr,
     PIECE: gl.constexpr,
-    PIECES: gl.constexpr,
 ):
     """Run the warps that multiply and store."""
+    ROW_TILES: gl.constexpr = CUT.row_tiles
+    WARPS: gl.constexpr = CUT.warps
+    PIECES: gl.constexpr = CUT.pieces
     L: gl.constexpr = gl.BlockedLayout(
         [1, 1, 1, 1, 4], [1, 1, 1, 32, 1], [1, 1, WARPS, 1, 1], [4, 3, 2, 1, 0]
     )
@@ -234,7 +298,7 @@ def _product(
             prefetch(zeros_ptr, first_tile, first_chunk, 1, CHUNKS, K, GROUP_SIZE, TILES, WARPS)
     sums = _multiply_all(
         rings, scale_ptrs, zero_ptrs, first_chunk, K, GROUP_SIZE, HAS_ZEROS, ROW_TILES, WARPS,
-        STEPS, PARTS, RUNNING, L,
+        STEPS, CUT.parts, CUT.running, L,
     )  # fmt: skip
     # The kernel in front has ended (its results were multiplied), but what these threads write is
     # theirs to order: arrivals, partial sums and y may be what it used.
@@ -247,8 +311,9 @@ def _product(
             of_part = of_part + (sums[r * OF_BLOCK + p],)
         reduce_and_store(
             of_part, y_ptr, bias_ptr, partial_ptr, arrivals_ptr, M, N, HAS_BIAS,
-            rings[1][p].shape[1], ROW_TILES, WARPS, SPLIT_K, sums_of(rings[1][p].shape[1], WARPS),
-            first_tile, first_token, (PIECES - 1) * PIECE if p else 0, PIECE,
+            rings[1][p].shape[1], ROW_TILES, WARPS, CUT.split_k,
+            sums_of(rings[1][p].shape[1], WARPS), first_tile, first_token,
+            (PIECES - 1) * PIECE if p else 0, PIECE,
         )  # fmt: skip
 
 
@@ -268,17 +333,14 @@ def w4a16_wgmma_tma_kernel(
     GROUP_SIZE: gl.constexpr,  # 32, 64, 128, or 0 for one group a channel
     HAS_ZEROS: gl.constexpr,
     HAS_BIAS: gl.constexpr,
-    ROW_TILES: gl.constexpr,  # of 16 rows a warp: sums of their own
-    WARPS: gl.constexpr,  # that multiply; four make a warp group
-    CHUNKS_PER_STEP: gl.constexpr,  # 1, 2 or 4; with 1 a step may be half a group
-    SPLIT_K: gl.constexpr,
-    STAGES: gl.constexpr,
-    PARTS: gl.constexpr,  # products a chunk of a row tile, 1, 2 or 4
-    RUNNING: gl.constexpr,  # products left running while the next one's weights are converted
-    GROUP_M: gl.constexpr = 0,  # blocks of tokens beside each other; 0: the grid's axis 2
-    PIECES: gl.constexpr = 2,  # of a block of tokens; 3, 5 or 9 are two parts, SPLIT_K is 1
+    CUT: gl.constexpr,  # of :mod:`.ring_tile`
 ):
-    STEPS: gl.constexpr = steps_of(K // 64, CHUNKS_PER_STEP, SPLIT_K)
+    ROW_TILES: gl.constexpr = CUT.row_tiles
+    WARPS: gl.constexpr = CUT.warps
+    CHUNKS_PER_STEP: gl.constexpr = CUT.chunks_per_step
+    STAGES: gl.constexpr = CUT.stages
+    PIECES: gl.constexpr = CUT.pieces
+    STEPS: gl.constexpr = steps_of(K // 64, CHUNKS_PER_STEP, CUT.split_k)
     early_start(False)
     words = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_shape, w_desc.layout)
     CHUNKS: gl.constexpr = STAGES * CHUNKS_PER_STEP
@@ -294,7 +356,7 @@ def w4a16_wgmma_tma_kernel(
     rings = (words, tokens, full, empty)
     hopper.fence_async_shared()
     first_chunk = gl.program_id(1) * (STEPS * CHUNKS_PER_STEP)
-    rows, block = _blocks(M, PIECES * PIECE, GROUP_M)
+    rows, block = _blocks(M, PIECES * PIECE, CUT.group_m)
     first_tile = _first_tile(rows, N, ROW_TILES, WARPS)
     gl.warp_specialize(
         [
@@ -302,8 +364,8 @@ def w4a16_wgmma_tma_kernel(
                 _product,
                 (
                     rings, scales_ptr, zeros_ptr, bias_ptr, y_ptr, partial_ptr, arrivals_ptr, M, N,
-                    first_tile, block, first_chunk, K, GROUP_SIZE, HAS_ZEROS, HAS_BIAS, ROW_TILES,
-                    WARPS, SPLIT_K, STEPS, PARTS, RUNNING, PIECE, PIECES,
+                    first_tile, block, first_chunk, K, GROUP_SIZE, HAS_ZEROS, HAS_BIAS, CUT, STEPS,
+                    PIECE,
                 ),
             ),
             (
