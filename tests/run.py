@@ -3,13 +3,15 @@
 Two tracks take job after job, the longest first, each on its half of the cores, so that neither
 waits for the other and a job with threads takes none from its neighbour. A job is a run of pytest:
 the tests that build images, those that start real workers, then folders. A third track has the
-tests that mostly wait, for helm or for a gateway. Tests that measure times have the whole machine
-to themselves afterwards. ``PYTEST_ADDOPTS`` reaches all. The last lines say what was skipped for
-want of a program or a device, and count all; the exit status is 1 if a test failed.
+tests that mostly wait, for helm or for a gateway. A track that has none of its own left takes the
+others' jobs. Tests that measure times have the whole machine to themselves afterwards.
+``PYTEST_ADDOPTS`` reaches all. The last lines say what was skipped for want of a program or a
+device, and count all; the exit status is 1 if a test failed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -35,15 +37,11 @@ FOLDERS = ("kernels", "deploy")
 LEAST = 24
 """Files of a job, so that few starts of pytest import torch; the last has what is left."""
 WAITING = ("chart", "service")
-"""The jobs of the third track, but for what is named elsewhere."""
+"""Each folder in them is of a job of the third track, but for what is named elsewhere. It has the
+folders of no room and this folder's own tests, too."""
 ALONE = (
-    "deploy/test_bench_gateway.py",
-    "deploy/test_bench_gateway_guard.py",
-    "deploy/test_bench_serve.py",
     "deploy/test_mock_engine.py",
-    "deploy/test_serve_process.py",
     "deploy/test_validate_latency.py",
-    "deploy/test_validate_latency_job.py",
     "service/test_faults_named.py",
     "service/test_faults_overload.py",
     "service/test_json_bounds.py",
@@ -82,32 +80,34 @@ class Result(NamedTuple):
 
 def jobs() -> list[list[str]]:
     """Return the files and folders of each run on the two tracks, the longest first."""
-    long = [[str(TESTS / name) for name in names] for names in LONG]
-    folders: dict[Path, list[str]] = {}
-    for file in _left_of(FOLDERS):
-        folders.setdefault(file.parent, []).append(str(file))
-    joined: list[list[str]] = []
-    for files in sorted(folders.values(), key=len, reverse=True):
-        if joined and len(joined[-1]) < LEAST:
-            joined[-1] += files
-        else:
-            joined.append(files)
-    return long + joined
+    return [[str(TESTS / name) for name in names] for names in LONG] + _joined(_left_of(FOLDERS))
 
 
 def waiting() -> list[list[str]]:
     """Return the files of each run on the third track."""
-    found = [[str(file) for file in _left_of((name,))] for name in WAITING]
-    return [files for files in found if files]
+    named = {Path(name).parts[0] for names in LONG for name in names} | {*FOLDERS, *WAITING}
+    others = [file for file in TESTS.iterdir() if file.is_dir() and file.name not in named]
+    rest = [*_left_of(file.name for file in others), *sorted(TESTS.glob("test_*.py"))]
+    return [*_joined(_left_of(WAITING)), *([[str(file) for file in rest]] if rest else [])]
 
 
 def alone() -> list[str]:
-    """Return what is in no job, this folder's own tests included."""
-    taken = {Path(name).parts[0] for names in LONG for name in names} | {*FOLDERS, *WAITING}
-    left = [file for file in sorted(TESTS.iterdir()) if file.name not in taken]
-    folders = [file for file in left if file.is_dir() and any(file.glob("test_*.py"))]
-    files = [file for file in left if file.match("test_*.py")]
-    return [str(file) for file in (*(TESTS / name for name in ALONE), *folders, *files)]
+    """Return what measures times."""
+    return [str(TESTS / name) for name in ALONE]
+
+
+def _joined(files: Iterable[Path]) -> list[list[str]]:
+    """Return files by folder, the fullest first, small folders together."""
+    folders: dict[Path, list[str]] = {}
+    for file in files:
+        folders.setdefault(file.parent, []).append(str(file))
+    joined: list[list[str]] = []
+    for names in sorted(folders.values(), key=len, reverse=True):
+        if joined and len(joined[-1]) < LEAST:
+            joined[-1] += names
+        else:
+            joined.append(names)
+    return joined
 
 
 def _left_of(folders: Iterable[str]) -> list[Path]:
@@ -170,15 +170,22 @@ def run(arguments: Sequence[str], say: Callable[[str], object], cores: str | Non
     return Result(process.returncode, counts_of(output), wanted_of(output))
 
 
+def take(queues: Iterable[deque[list[str]]]) -> list[str] | None:
+    """Take the next job of the first queue that has one; None where none has."""
+    for left in queues:
+        with contextlib.suppress(IndexError):  # another track may take the last
+            return left.popleft()
+    return None
+
+
 def _track(
-    left: deque[list[str]], results: list[Result], printing: threading.Lock, cores: str | None
+    queues: Sequence[deque[list[str]]],
+    results: list[Result],
+    printing: threading.Lock,
+    cores: str | None,
 ) -> None:
     """Run job after job until none is left; what each prints comes in one piece at its end."""
-    while left:
-        try:
-            files = left.popleft()
-        except IndexError:  # the other took the last
-            return
+    while files := take(queues):
         lines: list[str] = []
         started = time.monotonic()
         results.append(run(files, lines.append, cores))
@@ -201,16 +208,16 @@ def main() -> int:
     """Run everything; return the exit status."""
     started = time.monotonic()
     results, printing = list[Result](), threading.Lock()
-    left = deque(jobs())
+    busy, idle = deque(jobs()), deque(waiting())
     mine, others = halves()
-    tracks = ((left, others), (deque(waiting()), None))
+    tracks = (((busy, idle), others), ((idle, busy), None))
     threads = [
-        threading.Thread(target=_track, args=(queue, results, printing, cores), daemon=True)
-        for queue, cores in tracks
+        threading.Thread(target=_track, args=(queues, results, printing, cores), daemon=True)
+        for queues, cores in tracks
     ]
     for thread in threads:
         thread.start()
-    _track(left, results, printing, mine)
+    _track((busy, idle), results, printing, mine)
     for thread in threads:
         thread.join()
     results.append(run(alone(), sys.stdout.write))

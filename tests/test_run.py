@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections import deque
 from pathlib import Path
 from types import ModuleType
 
@@ -54,6 +55,25 @@ def test_what_measures_times_has_no_neighbour(runner: ModuleType) -> None:
     waiting = [file for files in runner.waiting() for file in files]
     assert overload in runner.alone() and overload not in waiting
     assert bad_input in waiting and bad_input not in runner.alone()
+    assert set(runner.alone()) == {str(service.parent / name) for name in runner.ALONE}
+
+
+def test_a_track_without_jobs_of_its_own_takes_the_others(runner: ModuleType) -> None:
+    own, others = deque([["a"], ["b"]]), deque([["c"]])
+    assert [runner.take((own, others)) for _ in range(4)] == [["a"], ["b"], ["c"], None]
+
+
+def test_folders_of_no_room_and_own_tests_wait(
+    runner: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("docs/test_a.py", "service/x/test_b.py", "test_own.py", "pages/browser.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    monkeypatch.setattr(runner, "TESTS", tmp_path)
+    monkeypatch.setattr(runner, "ALONE", ())
+    wanted = [["service/x/test_b.py"], ["docs/test_a.py", "test_own.py"]]
+    assert runner.waiting() == [[str(tmp_path / name) for name in job] for job in wanted]
+    assert runner.alone() == []
 
 
 def test_small_folders_share_a_start_of_pytest(
@@ -128,7 +148,7 @@ def test_all_runs_are_counted_and_any_can_fail(
     *_, wants, last = capsys.readouterr().out.splitlines()
     failed = "1 failed, " if bad else ""
     many = 1 + len(folders) + len(files)
-    assert many == 24
+    assert many == 19
     counted = f"{failed}{3 * many - bool(bad)} passed, {many} skipped"
     assert last.startswith(f"===== all runs: {counted} in ")
     assert wants == f"===== skipped tests want: {many} frobnicator ====="

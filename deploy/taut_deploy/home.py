@@ -44,6 +44,11 @@ class TautHome:
         return self.root / "checkpoints"
 
     @property
+    def compiled(self) -> Path:
+        """What the workers of ``taut serve`` compiled on a CPU (see :mod:`taut_deploy.cache`)."""
+        return self.root / "compiled"
+
+    @property
     def run(self) -> Path:
         """Configuration and logs of the running ``taut serve``."""
         return self.root / "run"

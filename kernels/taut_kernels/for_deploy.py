@@ -8,6 +8,7 @@ why_not_ready                 why a worker here would not load the plugin
 why_int8_wrong                why vLLM's int8 product must not serve on this CPU
 requested_mode, cache_key,    what ``TAUT_KERNELS`` asks for, and what tells compiled graphs of one
 MODE_VARIABLE                 set of kernels from another's
+compiled_graph                what lets a worker load the graph that one before it compiled
 fused_ops, decode_attention   whether vLLM's norms and attention are exchanged, why not, and options
 ELEMENT_BYTES                 of a paged cache's types
 why_not_ours, remark,         which kernel a W4A16 layer would get, and why
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from taut_kernels.vllm_plugin import MODE_VARIABLE as MODE_VARIABLE
     from taut_kernels.vllm_plugin import block_scaled_mm_op as block_scaled_mm_op
     from taut_kernels.vllm_plugin import cache_key as cache_key
+    from taut_kernels.vllm_plugin import compiled_graph as compiled_graph
     from taut_kernels.vllm_plugin import decode_attention as decode_attention
     from taut_kernels.vllm_plugin import fused_ops as fused_ops
     from taut_kernels.vllm_plugin import requested_mode as requested_mode
@@ -71,7 +73,13 @@ _PLACES: dict[str, tuple[str, ...]] = {
 _MODULES: dict[str, tuple[str, ...]] = {
     "formats": ("codebook", "layer_description"),
     "launch": ("measured_here",),
-    "vllm_plugin": ("block_scaled_mm_op", "decode_attention", "fused_ops", "scaled_mm_op"),
+    "vllm_plugin": (
+        "block_scaled_mm_op",
+        "compiled_graph",
+        "decode_attention",
+        "fused_ops",
+        "scaled_mm_op",
+    ),
 }
 _MODULE_OF = {name: module for module, names in _PLACES.items() for name in names}
 _FOLDER_OF = {name: folder for folder, names in _MODULES.items() for name in names}

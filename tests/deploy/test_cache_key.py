@@ -100,6 +100,7 @@ OTHER = {
     "vLLM variable": ({}, {"VLLM_USE_AOT_COMPILE": "0"}),
     "Inductor variable": ({}, {"TORCHINDUCTOR_MAX_AUTOTUNE": "1"}),
     "Triton variable": ({}, {"TRITON_DEBUG": "1"}),
+    "threads": ({}, {"OMP_NUM_THREADS": "64"}),
 }
 
 
@@ -157,6 +158,16 @@ def test_key_tells_cpus_apart_by_their_instructions(model, tmp_path, monkeypatch
     assert len(set(found)) == 3
     facts.unlink()
     assert of(WorkerSpec(model), monkeypatch) not in found
+
+
+def test_key_counts_cpus_where_vllm_chooses_the_threads(model, monkeypatch):
+    """Of several ranks: ``taut worker`` sets no number of threads then."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    found = []
+    for cpus in ({0, 1}, {0, 1, 2, 3}, {4, 5}):
+        monkeypatch.setattr(key.os, "sched_getaffinity", lambda _, cpus=cpus: cpus)
+        found.append(cache_key_of(model, "cpu", ["python", "-m", "vllm", "-tp", "2"], {}))
+    assert str(found[0]) == str(found[2]) != str(found[1])
 
 
 def test_key_of_a_gpu_names_it(model, monkeypatch):

@@ -234,6 +234,7 @@ def test_worker_tells_vllm_and_the_log(tmp_path, monkeypatch, capfd):
     root = Path(environment["VLLM_CACHE_ROOT"]).parent
     assert root.parent == tmp_path / "volume"
     assert environment["TRITON_CACHE_DIR"] == str(root / "triton")
+    assert environment["TAUT_LOAD_COMPILED"] == "1"
     assert f"taut: compile cache {root}: cold" in capfd.readouterr().err
 
 
@@ -253,4 +254,5 @@ def test_worker_without_the_option_says_and_changes_nothing(tmp_path, monkeypatc
     monkeypatch.setenv("VLLM_CACHE_ROOT", "/kept")
     environment = started_with(monkeypatch, WorkerSpec(model))
     assert environment["VLLM_CACHE_ROOT"] == "/kept"
+    assert "TAUT_LOAD_COMPILED" not in environment, "another machine may have filled it"
     assert "compile cache" not in capfd.readouterr().err

@@ -472,16 +472,14 @@ def test_a_full_disk_is_called_so(monkeypatch, capsys):
         assert told.startswith(f"taut: {place}: the disk is full; free some space")
 
 
-def test_versions_and_what_runs(room):
+def test_versions_and_what_runs(room, run):
     done = subprocess.run(
         [TAUT, "--version"], capture_output=True, text=True, check=True, env=environment(room)
     )
     assert re.match(r"taut \d+\.\d+\.\d+, Python 3\.\d+", done.stdout)
     assert done.stdout.count("\n") == 1
-    done = subprocess.run(
-        [TAUT, "ps", "--json"], capture_output=True, text=True, check=True, env=environment(room)
-    )
-    assert json.loads(done.stdout) == []
+    code, out, err = run("ps", "--json")
+    assert (code, json.loads(out)) == (0, []), err
 
 
 @pytest.mark.parametrize("columns", ["30", "200"])
@@ -497,14 +495,12 @@ def test_help_fits_any_terminal(room, columns):
         assert max(map(len, done.stdout.splitlines())) <= int(columns)
 
 
-def test_serve_refuses_before_it_fetches_anything(room):
+def test_serve_refuses_before_it_fetches_anything(run):
     for words, reason in (
         (["some-model"], "'some-model': not an option; a model is given with --model"),
         (["--recipe", "w9a9", "--model", "owner/none"], "w9a9"),
     ):
-        done = subprocess.run(
-            [TAUT, "serve", *words], capture_output=True, text=True, env=environment(room)
-        )
-        assert done.returncode == 2
-        assert reason in done.stderr
-        assert "fetching" not in done.stderr
+        code, _, err = run("serve", *words)
+        assert code == 2
+        assert reason in err
+        assert "fetching" not in err

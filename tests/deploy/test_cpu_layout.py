@@ -59,8 +59,17 @@ def test_one_process_computes_and_a_core_is_left_to_the_others(count, threads):
     }
 
 
-def test_threads_that_were_asked_for_stay():
-    found = environment_of((), {"OMP_NUM_THREADS": "2"}, TWO)
+@pytest.mark.parametrize(
+    ("count", "workers", "threads"), [(16, 1, "15"), (16, 2, "7"), (16, 5, "3"), (2, 3, "1")]
+)
+def test_workers_divide_the_cores(count, workers, threads):
+    found = environment_of((), {}, Cores(count, 1), workers)
+    assert found["OMP_NUM_THREADS"] == threads
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_threads_that_were_asked_for_stay(workers):
+    found = environment_of((), {"OMP_NUM_THREADS": "2"}, TWO, workers)
     assert found == {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 

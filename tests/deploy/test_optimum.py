@@ -24,6 +24,7 @@ from tiny_models import (
 from transformers import AutoModelForCausalLM, StableLmConfig, StableLmForCausalLM
 from validate_setup import VOCABULARY, write_text, write_tokenizer
 
+from optimum.commands import optimum_cli
 from taut_deploy.checkpoint import verify
 from taut_deploy.compress import driver
 from taut_deploy.errors import CheckpointError, OutputError, RecipeError
@@ -49,51 +50,60 @@ def home(room, monkeypatch):
     monkeypatch.setenv("TAUT_HOME", str(room / "home"))
 
 
-def optimum_cli(room: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+@pytest.fixture
+def run(home, monkeypatch, capfd):
+    """optimum's command in this process: its exit code, standard output and standard error."""
+
+    def call(*arguments: str) -> tuple[object, str, str]:
+        monkeypatch.setattr(sys, "argv", ["optimum-cli", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            optimum_cli.main()
+        captured = capfd.readouterr()
+        return ended.value.code, captured.out, captured.err
+
+    return call
+
+
+def test_the_real_command_compresses_as_taut_does(room):
     environment = {**os.environ, "TAUT_HOME": str(room / "home"), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [OPTIMUM_CLI, *arguments], capture_output=True, text=True, env=environment, check=False
-    )
-
-
-def test_optimum_cli_compresses_as_taut_does(room):
     # Options in front of the argument and behind it reach taut unchanged.
-    answer = optimum_cli(
-        *(room, "taut", "compress", "--recipe", str(room / "recipe.yaml"), str(room / "model")),
-        *("--output", str(room / "by-cli"), "--json"),
-    )
+    argv = [
+        *(OPTIMUM_CLI, "taut", "compress", "--recipe", str(room / "recipe.yaml")),
+        *(str(room / "model"), "--output", str(room / "by-cli"), "--json"),
+    ]
+    answer = subprocess.run(argv, capture_output=True, text=True, env=environment, check=False)
     assert answer.returncode == 0, answer.stderr
     assert json.loads(answer.stdout)["scheme"] == "W4A16"
     assert verify(room / "by-cli").digest == verify(room / "direct").digest
 
 
-def test_optimum_cli_validates_and_exits_with_the_verdict(room):
+def test_optimum_cli_validates_and_exits_with_the_verdict(room, run):
     write_text(room / "judged.txt", 400, seed=9)
     policy = room / "policy.yaml"
     policy.write_text("name: strict\nrequire: {mean_kl: {max: 0.000001}}\n")
-    answer = optimum_cli(
-        *(room, "taut", "validate", "--baseline", str(room / "model")),
+    code, out, err = run(
+        *("taut", "validate", "--baseline", str(room / "model")),
         *("--candidate", str(room / "direct"), "--policy", str(policy), "--no-served"),
         *("--text", str(room / "judged.txt"), "--output", str(room / "report")),
         *("--sequences", "8", "--sequence-length", "32", "--noise-sequences", "0", "--json"),
     )
-    assert answer.returncode == 1, answer.stdout + answer.stderr
-    assert json.loads(answer.stdout)["verdict"] == "FAIL"
+    assert code == 1, out + err
+    assert json.loads(out)["verdict"] == "FAIL"
 
 
-def test_a_mistake_is_one_line_of_taut(room):
-    answer = optimum_cli(room, "taut", "compress", str(room / "model"), "--recipe", "w4a17")
-    assert answer.returncode == 2
-    line = answer.stderr.strip().splitlines()[-1]
+def test_a_mistake_is_one_line_of_taut(room, run):
+    code, _, err = run("taut", "compress", str(room / "model"), "--recipe", "w4a17")
+    assert code == 2
+    line = err.strip().splitlines()[-1]
     assert line.startswith("taut: ")
     assert "w4a17" in line
-    assert "Traceback" not in answer.stderr
+    assert "Traceback" not in err
 
 
-def test_help_is_that_of_taut(room):
-    answer = optimum_cli(room, "taut", "compress", "--help")
-    assert answer.returncode == 0
-    assert "--recipe" in answer.stdout
+def test_help_is_that_of_taut(run):
+    code, out, _ = run("taut", "compress", "--help")
+    assert code == 0
+    assert "--recipe" in out
 
 
 def test_the_quantizer_is_optimums_and_gives_the_same_checkpoint(room, home):

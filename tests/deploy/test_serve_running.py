@@ -152,7 +152,7 @@ LINES = [
 def test_the_log_tells_the_phase(tmp_path):
     log = tmp_path / "w.log"
     assert phase_of(log) == "starting"
-    log.write_text("WARNING: something else\n")
+    log.write_text("taut: compile cache /c/cpu-01: warm\nWARNING: something else\n")
     assert phase_of(log) == "importing vLLM"
     for line, phase in LINES:
         with log.open("a") as file:

@@ -15,7 +15,14 @@ from taut_deploy.errors import RecipeError, WorkerError
 from taut_deploy.home import TautHome
 from taut_deploy.serve import ServeSettings, load_serve_settings
 from taut_deploy.serve.prepare import gateway_configuration, prepare_models, require_free_port
-from taut_deploy.serve.supervise import curl_line, gateway_child, worker_child
+from taut_deploy.serve.supervise import (
+    SharedMachine,
+    curl_line,
+    gateway_child,
+    shared_machine,
+    worker_child,
+)
+from taut_deploy.worker import cpu_layout
 
 WRONG = {
     "unknown key": ("prot: 1", "prot: unknown key"),
@@ -178,6 +185,23 @@ def test_kernels_and_fused_ops_reach_the_workers_of_the_compressed_model(prepare
     for model in models:
         argv = worker_child(model, 0, stock, tmp_path).argv
         assert argv[argv.index("--kernels") + 1] == "off"
+
+
+def test_the_workers_of_one_command_divide_the_cores(prepared, tmp_path, monkeypatch):
+    """Two models with two workers each on 16 cores, one of which is left to the rest."""
+    settings, _, _, (models, _) = prepared
+    monkeypatch.setattr(cpu_layout, "cores_here", lambda: cpu_layout.Cores(16, 1))
+    machine = shared_machine(settings, 4, tmp_path / "compiled", {})
+    for index, model in ((0, models[0]), (1, models[1])):
+        child = worker_child(model, index, settings, tmp_path, machine)
+        assert child.environment["OMP_NUM_THREADS"] == "3"
+        assert child.argv[child.argv.index("--cache") + 1] == str(tmp_path / "compiled")
+    chosen = {"OMP_NUM_THREADS": "9", "TAUT_COMPILE_CACHE": str(tmp_path)}
+    machine = shared_machine(settings, 4, tmp_path / "compiled", chosen)
+    child = worker_child(models[0], 0, settings, tmp_path, machine)
+    assert "OMP_NUM_THREADS" not in child.environment and "--cache" not in child.argv, "inherited"
+    monkeypatch.setattr("taut_deploy.serve.supervise.installed_platform", lambda: "cuda")
+    assert shared_machine(settings, 4, tmp_path / "compiled", {}) == SharedMachine()
 
 
 def test_the_curl_line_survives_a_shell():

@@ -216,7 +216,7 @@ def test_a_quantisation_nobody_here_knows_is_refused_not_ignored(config, message
         (None, "no config.json"),
         ("{", "not valid JSON"),
         ("[]", "expected a JSON object"),
-        (json.dumps({"model_type": "nonsense"}), "cannot be loaded"),
+        (json.dumps({"model_type": "nonsense"}), "architecture 'nonsense' is not supported"),
     ],
 )
 def test_unusable_directories_are_refused_by_role(tmp_path, config, fragment):

@@ -8,7 +8,12 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedTokenizerFast,
+)
 from validate_setup import VOCABULARY, write_tokenizer
 
 BYTES = 256 + 1
@@ -66,6 +71,18 @@ LATENT = {
     "n_group": 1,
     "topk_group": 1,
 }
+# A block of linear attention, and one of softmax attention.
+DELTA = {
+    **MOE,
+    "vocab_size": BYTES,
+    "layer_types": ["linear_attention", "full_attention"],
+    "head_dim": 32,
+    "shared_expert_intermediate_size": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
 LLAMA4 = {**MOE, "head_dim": 32, "intermediate_size_mlp": 128, "num_experts_per_tok": 1}
 
 # By a name: model_type and configuration.
@@ -119,6 +136,33 @@ EXPERTS: dict[str, tuple[str, dict[str, Any], str]] = {
     "deepseek_v2": ("deepseek_v2", LATENT, "model.layers.1.mlp.experts.3.down_proj"),
     "deepseek_v3": ("deepseek_v3", LATENT, "model.layers.1.mlp.experts.3.down_proj"),
     "llama4": ("llama4_text", LLAMA4, "model.layers.1.feed_forward.experts.3.down_proj"),
+    "qwen3_next": ("qwen3_next", DELTA, "model.layers.1.mlp.experts.3.down_proj"),
+}
+
+CLIP = {
+    "model_type": "clip_vision_model",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+    "projection_dim": 32,
+}
+PICTURES = {"depth": 1, "embed_dim": 32, "hidden_size": 128, "num_heads": 2, "mlp_ratio": 2}
+MROPE = {"rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}}
+# Models with a vision part, whose text part is compressed.
+VISION: dict[str, tuple[str, dict[str, Any]]] = {
+    "llava": (
+        "llava",
+        {
+            "text_config": {"model_type": "llama", "attention_dropout": 0.5, **LLAMA},
+            "vision_config": CLIP,
+            "image_token_index": 5,
+            "vision_feature_layer": -1,
+        },
+    ),
+    "qwen2_vl": ("qwen2_vl", {"text_config": {**LLAMA, **MROPE}, "vision_config": PICTURES}),
 }
 
 
@@ -127,12 +171,13 @@ def write_family(path: Path, family: str) -> Path:
 
     Args:
         path: directory to make.
-        family: of :data:`FAMILIES` or :data:`EXPERTS`.
+        family: of :data:`FAMILIES`, :data:`EXPERTS` or :data:`VISION`.
     """
-    model_type, settings = FAMILIES.get(family) or EXPERTS[family][:2]
+    model_type, settings = FAMILIES.get(family) or VISION.get(family) or EXPERTS[family][:2]
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **settings)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    build = AutoModelForImageTextToText if family in VISION else AutoModelForCausalLM
+    model = build.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
@@ -142,7 +187,7 @@ def write_family(path: Path, family: str) -> Path:
             else:
                 parameter.copy_(torch.randn_like(parameter) * 0.2)
     model.save_pretrained(path)
-    if settings["vocab_size"] == BYTES:
+    if settings.get("vocab_size") == BYTES:
         _write_bytes_tokenizer(path)
     else:
         write_tokenizer(path)

@@ -1,7 +1,8 @@
 """One checkpoint's greedy text and its log-probabilities of a given text, as JSON in a file.
 
-Usage: ``python greedy.py vllm|transformers|transformers-fp32 DIRECTORY ANSWER``, in a process of
-its own: vLLM reads ``VLLM_PLUGINS`` and ``TAUT_KERNELS`` once and frees its memory only by ending.
+Usage: ``python greedy.py vllm|transformers DIRECTORY ANSWER``, in a process of its own: vLLM reads
+``VLLM_PLUGINS`` and ``TAUT_KERNELS`` once and frees its memory only by ending. With
+``transformers-bf16`` or ``transformers-fp32`` nothing is written: only the given text is scored.
 """
 
 import json
@@ -60,7 +61,7 @@ def with_vllm(directory: str) -> Answer:
     return {"tokens": tokens, "logprobs": logprobs}
 
 
-def with_transformers(directory: str, dtype: str = "bfloat16") -> Answer:
+def with_transformers(directory: str, dtype: str = "bfloat16", *, write: bool = False) -> Answer:
     """Through transformers' own loading of compressed-tensors."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -71,7 +72,7 @@ def with_transformers(directory: str, dtype: str = "bfloat16") -> Answer:
     model.generation_config.eos_token_id = None
     tokens, logprobs = [], []
     with torch.inference_mode():
-        for prompt in PROMPTS:
+        for prompt in PROMPTS if write else ():
             ids = tokenizer(prompt, return_tensors="pt")
             full = model.generate(**ids, max_new_tokens=NEW_TOKENS, do_sample=False)
             tokens.append(full[0, ids["input_ids"].shape[1] :].tolist())
@@ -85,7 +86,8 @@ def with_transformers(directory: str, dtype: str = "bfloat16") -> Answer:
 if __name__ == "__main__":
     run = {
         "vllm": with_vllm,
-        "transformers": with_transformers,
+        "transformers": partial(with_transformers, write=True),
+        "transformers-bf16": with_transformers,
         "transformers-fp32": partial(with_transformers, dtype="float32"),
     }[sys.argv[1]]
     Path(sys.argv[3]).write_text(json.dumps(run(sys.argv[2])))

@@ -143,11 +143,8 @@ def model_home() -> Path:
     corpus = stored.root / "calibration-corpus.txt"
     if corpus.is_file():  # verified by its hash before use
         shutil.copy(corpus, home)
-    recipe = yaml.safe_load((files("taut_deploy.recipes") / f"{RECIPE}.yaml").read_text())
-    recipe["calibration"] |= {"sequences": 4, "sequence_length": 128}
-    (home / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     command = [Path(sys.executable).parent / "taut", "compress", MODEL]
-    command += ["--recipe", home / "recipe.yaml", "--output", home / "checkpoints" / RECIPE]
+    command += ["--recipe", quick_recipe(home), "--output", home / "checkpoints" / RECIPE]
     environment = {**os.environ, "TAUT_HOME": str(home)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -155,6 +152,16 @@ def model_home() -> Path:
     for path in (home, *home.rglob("*")):
         path.chmod(0o755 if path.is_dir() else 0o644)
     return home
+
+
+def quick_recipe(folder: Path) -> Path:
+    """The built-in recipe with little text, as a file in ``folder`` that every user can read."""
+    recipe = yaml.safe_load((files("taut_deploy.recipes") / f"{RECIPE}.yaml").read_text())
+    recipe["calibration"] |= {"sequences": 4, "sequence_length": 128}
+    file = folder / "recipe.yaml"
+    file.write_text(yaml.safe_dump(recipe))
+    file.chmod(0o644)
+    return file
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from built_images import image, model_packages
+from built_images import image, model_packages, quick_recipe
 from compose_files import needs_compose
 from compose_project import Project, project
 from compose_rollout import SECTIONS, ask_until_ended, promote, sections_file
@@ -64,14 +64,17 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
         "TAUT_MAX_MODEL_LEN": "2048",
         "TAUT_VLLM_ARGS": "--enforce-eager",
     }
+    folder = tmp_path_factory.mktemp("compose")
+    # Calibrated on little text: that it answers is asked of the model, not how well.
+    variables["TAUT_RECIPE"] = "/recipe.yaml"
     # No index is asked: the packages lie in a folder.
     packages = {
         "environment": {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "/packages"},
-        "volumes": [f"{model_packages()}:/packages:ro"],
+        "volumes": [f"{model_packages()}:/packages:ro", f"{quick_recipe(folder)}:/recipe.yaml:ro"],
     }
     binary = {"entrypoint": [PROMETHEUS], "volumes": [f"{PROMETHEUS}:{PROMETHEUS}:ro"]}
-    override = {"services": {"prepare": packages, **({"prometheus": binary} if PROMETHEUS else {})}}
-    folder = tmp_path_factory.mktemp("compose")
+    jobs = {"prepare": packages, "prepare-rollout": {"volumes": packages["volumes"]}}
+    override = {"services": {**jobs, **({"prometheus": binary} if PROMETHEUS else {})}}
     with project(host, folder, free_port(), override, variables) as mine:
         started = time.monotonic()
         done = mine.compose("up", "--detach", timeout_s=START_TIMEOUT_S)

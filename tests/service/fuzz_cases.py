@@ -90,7 +90,7 @@ _WORDS = (
 
 def fuzz_cases() -> int:
     """Return how many cases all fuzz tests together are to have (``TAUT_FUZZ_CASES``)."""
-    return int(os.environ.get("TAUT_FUZZ_CASES", "2000"))
+    return int(os.environ.get("TAUT_FUZZ_CASES", "1000"))
 
 
 def values() -> st.SearchStrategy[Any]:

@@ -11,12 +11,25 @@ import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from mock_engine import Conversation, Faults, MockEngine, Seen
 
 WORDS = 24
+Logits = npt.NDArray[np.float64]
+
+
+@lru_cache(maxsize=10_000)
+def _drawn(context: tuple[int, ...]) -> tuple[Logits, Logits]:
+    """Return the logits after some tokens, and the direction of all harm there.
+
+    Every engine of a test reads the same prompts, and to seed a generator takes longest.
+    """
+    rng = np.random.default_rng(context)
+    return rng.normal(0, 2, WORDS), rng.normal(size=WORDS)
 
 
 @dataclass
@@ -99,10 +112,8 @@ class ReadingConversation(Conversation):
         found = []
         for place in range(1, len(tokens)):
             context = tokens[max(0, place - 4) : place]
-            rng = np.random.default_rng(context)
-            logits = rng.normal(0, 2, WORDS)
-            logits += reading.harm * rng.normal(size=WORDS)
-            logits += reading.noise * noise.normal(size=WORDS)
+            own, harm = _drawn(tuple(context))
+            logits = own + reading.harm * harm + reading.noise * noise.normal(size=WORDS)
             logs = logits - np.log(np.exp(logits).sum())
             shown = {*np.argsort(-logs)[:top_k].tolist(), tokens[place] % WORDS}
             nan = float("nan") if reading.nan else 0.0

@@ -23,9 +23,11 @@ from taut_service.watch import access_log
 from taut_service.watch.access_log import AccessLog
 from taut_service.watch.metrics import Metrics
 
+ROUTE = Metrics().route("unknown", "completions")
+
 
 def call_with(request_id: bytes = b"id-1", status: int = 200, **values: Any) -> Call:
-    call = Call(ROUTES[0], request_id, Metrics().route("unknown", "completions"))
+    call = Call(ROUTES[0], request_id, ROUTE)
     call.answer.status = status
     for name, value in values.items():
         parts = (call.admitted, call.routed, call.answer)

@@ -1,6 +1,6 @@
 """schemathesis over the gateway's own OpenAPI document, against a gateway process.
 
-About half of ``TAUT_FUZZ_CASES`` (default 2,000, 20,000 in full); the count is printed at the end.
+About half of ``TAUT_FUZZ_CASES`` (default 1,000, 20,000 in full); the count is printed at the end.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Hypothesis against a gateway process: documents on the routes to workers, and raw bytes.
 
-Three quarters of ``TAUT_FUZZ_CASES`` (default 2,000, 20,000 in full); counts are printed.
+Three quarters of ``TAUT_FUZZ_CASES`` (default 1,000, 20,000 in full); counts are printed.
 Whatever comes in: no 5xx of ours (the workers are healthy), no traceback in the log, nothing left
 counted, and never a malformed request at a worker, whose strict reader writes each one down.
 """

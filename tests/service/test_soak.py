@@ -34,6 +34,9 @@ TIMES = {
 ADMISSION = {"max_inflight": 48, "max_queued": 256, "queue_timeout_s": 20}
 HONEST, OTHERS = 8, 3
 """Clients at a time: honest ones, and of each other kind."""
+BREATH_S = 0.1
+"""Between two visits of a client: without it floods and leavers take all the cores there are, and
+mostly from other tests."""
 GROWTH_MB, PEAK_MB = 64, 150
 """Most memory gained from the end of the warm-up to the end, and at any time.
 
@@ -72,6 +75,7 @@ class Soak:
             finally:
                 client.close()
             self.seen[kind.__name__] += 1
+            await asyncio.sleep(BREATH_S)
 
     async def honest(self, rng: random.Random, client: Client) -> None:
         """Some requests on one connection, each answered whole."""

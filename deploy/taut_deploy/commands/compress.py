@@ -49,7 +49,7 @@ class SharingOptions:
     """Where a compression computes, and what shares its work.
 
     Args:
-        devices: Cards that share the calibration of a block, such as cuda:0,cuda:1.
+        devices: Cards that share the work on a block, such as cuda:0,cuda:1.
         workers: Processes that share the blocks of a recipe that needs no calibration.
     """
 

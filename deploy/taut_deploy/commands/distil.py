@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from taut_deploy.commands.device import require_device
+from taut_deploy.commands.device import parse_devices, require_device
 from taut_deploy.commands.given_model import fetch_model
 from taut_deploy.commands.options import (
     DeviceOption,
@@ -16,7 +16,7 @@ from taut_deploy.commands.options import (
     TrustRemoteCodeFlag,
 )
 from taut_deploy.commands.output import made_checkpoint, megabytes, print_json, say
-from taut_deploy.errors import RecipeError
+from taut_deploy.errors import OutputError, RecipeError
 from taut_deploy.files import checked_output
 from taut_deploy.home import TautHome
 from taut_deploy.progress import progress_reporter
@@ -43,6 +43,9 @@ def distil(
     ] = None,
     resume: ResumeFlag = True,
     device: DeviceOption = "cpu",
+    devices: Annotated[
+        str | None, typer.Option(help="Devices that hold a part each, such as cuda:0,cuda:1.")
+    ] = None,
     trust_remote_code: TrustRemoteCodeFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
@@ -51,6 +54,9 @@ def distil(
     from taut_deploy.compress.train.distil import distil as run
 
     require_device(device)
+    shared = () if devices is None else parse_devices(devices)
+    if shared and device != "cpu":
+        raise OutputError("--devices: the devices that it names share the work; leave --device out")
     chosen = _settings(settings or [], tokens)
     target = checked_output(output)
     home = TautHome.from_environment()
@@ -62,9 +68,10 @@ def distil(
         tuple(text or ["corpus"]),
         chosen,
         home.root,
-        device,
+        shared[0] if shared else device,
         resume,
         trust_remote_code,
+        shared,
     )
     if chosen.optimizer == "adamw" and not as_json:
         say("moments in fp32 (torch); --set optimizer=adamw8bit keeps them in 8 bits")

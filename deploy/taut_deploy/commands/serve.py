@@ -85,4 +85,4 @@ def serve(
     if detach:
         serve_detached(settings, logs, say)
         return
-    run(settings, models, logs, say, detached=detached)
+    run(settings, models, logs, home.compiled, say, detached=detached)

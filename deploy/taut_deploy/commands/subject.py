@@ -182,12 +182,12 @@ def _model(choice: Choice, device: "torch.device", ops: list[str]) -> "Subject":
         ) from error
     model = _load(Path(record.path), _dtype(choice.dtype), device)
     batch, tokens = choice.batch or 1, choice.tokens or 128
-    longest = getattr(model.config, "max_position_embeddings", None)
+    text = model.config.get_text_config()
+    longest = getattr(text, "max_position_embeddings", None)
     if longest is not None and tokens > longest:
         raise MeasureError(f"--tokens {tokens}: {record.name} has a context of {longest}")
     generator = torch.Generator().manual_seed(0)
-    vocabulary = model.config.vocab_size
-    ids = torch.randint(0, vocabulary, (batch, tokens), generator=generator).to(device)
+    ids = torch.randint(0, text.vocab_size, (batch, tokens), generator=generator).to(device)
     name = f"{record.name}[{batch}x{tokens}]"
     kwargs = {"input_ids": ids, "use_cache": False}
     return Subject(name, model, (), device, kwargs, choice.backward)
@@ -195,12 +195,12 @@ def _model(choice: Choice, device: "torch.device", ops: list[str]) -> "Subject":
 
 def _load(path: Path, dtype: "torch.dtype | None", device: "torch.device") -> Any:
     from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
 
     import taut_deploy.hf  # noqa: F401  registers quant_method taut
+    from taut_deploy.models.pretrained import loading_class
 
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model = loading_class(path).from_pretrained(
             path,
             dtype=dtype or "auto",
             local_files_only=True,

@@ -11,12 +11,13 @@ from torch.utils._pytree import tree_map
 from taut_deploy.compress.calibrate.observe import InputGroup, observe_block, unobserved
 from taut_deploy.compress.formats.protocol import DenseLayer, StoredLayer
 from taut_deploy.compress.free_memory import return_freed_memory
+from taut_deploy.compress.layers_at_once import solve_layers
 from taut_deploy.compress.replicas import Replica, over_replicas, replicas_of
 from taut_deploy.compress.resolve import Treatment
 from taut_deploy.compress.source.calls import call_block
 from taut_deploy.compress.stages import BLOCK_STAGES
 from taut_deploy.compress.state import BlockState, Example, LayerState
-from taut_deploy.compress.threads import single_thread
+from taut_deploy.compress.threads import over_inputs, single_thread
 from taut_deploy.errors import ModelError
 from taut_deploy.recipe import Order, Recipe
 
@@ -95,7 +96,7 @@ def compress_block(
         dtype: of the model's weights on disk.
         batch_size: sequences per call.
         target: [B, T, H] the original model's output of this block, where the recipe needs it.
-        devices: that share the calibration, the block's own first; none for its own alone.
+        devices: that share the work, the block's own first; none for its own alone.
 
     Returns:
         What is stored of every layer that was changed for good, and its report.
@@ -111,7 +112,7 @@ def compress_block(
     )
     return_freed_memory()
     _require_seen(prefix, groups, treatments)
-    state = _state_of(block, prefix, groups, treatments)
+    state = _state_of(block, prefix, groups, treatments, devices)
     layers = state.layers
     if hidden is not None and target is not None:
         place = next(block.parameters()).device
@@ -123,7 +124,7 @@ def compress_block(
         return_freed_memory()  # of what the stage worked with
     _keep_pruned(layers, dtype)
     changed = {name: layer for name, layer in layers.items() if layer.stored is not None}
-    reports = [_report(layer, dtype) for layer in changed.values()]
+    reports = solve_layers(lambda each: [_report(one, dtype) for one in each], changed.values())
     if hidden is not None:
         block.to(hidden.dtype)
     stored = {name: layer.stored for name, layer in changed.items() if layer.stored is not None}
@@ -131,7 +132,11 @@ def compress_block(
 
 
 def _state_of(
-    block: nn.Module, prefix: str, groups: list[InputGroup], treatments: Mapping[str, Treatment]
+    block: nn.Module,
+    prefix: str,
+    groups: list[InputGroup],
+    treatments: Mapping[str, Treatment],
+    devices: Sequence[torch.device],
 ) -> BlockState:
     layers = {
         name: LayerState(
@@ -145,7 +150,7 @@ def _state_of(
         for name in group.layers
         for full_name in (f"{prefix}.{name}",)
     }
-    return BlockState(block, prefix, groups, layers)
+    return BlockState(block, prefix, groups, layers, devices=devices)
 
 
 def _example(hidden: torch.Tensor, target: torch.Tensor, arguments: dict[str, Any]) -> Example:
@@ -229,6 +234,28 @@ def run_block(
         [B, T, H].
     """
     return torch.cat([*run_batches(block, hidden, arguments, batch_size)])
+
+
+def run_prompts(
+    block: nn.Module, prompts: Sequence[torch.Tensor], arguments: Sequence[dict[str, Any]]
+) -> list[torch.Tensor]:
+    """The output of a loaded block for inputs of several lengths.
+
+    Args:
+        block: the module.
+        prompts: [1, T, H] each.
+        arguments: recorded keyword arguments of each.
+
+    Returns:
+        [1, T, H] each.
+    """
+
+    def call(number: int) -> torch.Tensor:
+        with torch.inference_mode():
+            return call_block(block, prompts[number], arguments[number])
+
+    largest = max(prompts, key=torch.Tensor.numel)
+    return [*over_inputs(call, range(len(prompts)), largest, block)]
 
 
 def run_batches(

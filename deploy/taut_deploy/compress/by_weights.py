@@ -6,8 +6,6 @@ Golden prompts then run through the stored blocks, one after another.
 """
 
 import multiprocessing
-import os
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -18,7 +16,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from taut_deploy.compress.block import compress_block, run_block
+from taut_deploy.compress.block import compress_block, run_prompts
+from taut_deploy.compress.child_process import end_with_parent
 from taut_deploy.compress.formats.protocol import StoredCodes, WeightFormat
 from taut_deploy.compress.hidden_states import HiddenStates
 from taut_deploy.compress.job import CompressionJob, open_checked_stream, stored_dtype
@@ -181,16 +180,8 @@ _processes: list[_Process] = []  # of this one, once it is opened
 
 
 def _open(parts: Parts) -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        # A killed run leaves no process behind that still writes.
-        threading.Thread(target=_end_with, args=(parent.join,), daemon=True).start()
+    end_with_parent()
     _processes.append(_Process(parts))
-
-
-def _end_with(parent_ended: Callable[[], None]) -> None:
-    parent_ended()
-    os._exit(1)
 
 
 def _compress(index: int) -> tuple[int, list[dict[str, object]]]:
@@ -209,10 +200,7 @@ def _run_stored(
     for block in stream.blocks:
         stream.load(block.module, block.name)
         _put_stored(stream, block, treatments, directory)
-        hidden = [
-            run_block(block.module, one, calls[block.index], 1)
-            for one, calls in zip(hidden, arguments, strict=True)
-        ]
+        hidden = run_prompts(block.module, hidden, [calls[block.index] for calls in arguments])
         stream.release(block.module)
     return hidden
 

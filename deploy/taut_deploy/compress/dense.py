@@ -9,6 +9,7 @@ from taut_deploy.compress.workspace import Workspace
 from taut_deploy.errors import ModelError
 from taut_deploy.files import copy_files, write_json_atomically
 from taut_deploy.models.directory import read_config
+from taut_deploy.models.pretrained import loading_class
 
 _SHARD_BYTES = 2 << 30
 # Of config.json, what a model's shape decides.
@@ -18,18 +19,25 @@ _SHAPE_KEYS = (
 )
 
 
-def load_dense(directory: Path, device: str, *, trust_remote_code: bool) -> Any:
+def load_dense(
+    directory: Path, device: str, *, trust_remote_code: bool, held_on: str | None = None
+) -> Any:
     """The model of a directory, ready to run, nothing in it trained.
+
+    Args:
+        directory: of the model.
+        device: ``cpu`` or ``cuda``, where it computes.
+        trust_remote_code: let the model's own Python code run.
+        held_on: device of the weights until they are moved; ``device`` if None.
 
     Raises:
         ModelError: transformers cannot load it.
     """
-    from transformers import AutoModelForCausalLM
-
     import taut_deploy.hf  # noqa: F401  registers quant_method taut
 
+    build = loading_class(directory, trust_remote_code=trust_remote_code)
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
+        model: Any = build.from_pretrained(
             directory,
             dtype=compute_dtype(stored_dtype(directory), device),
             attn_implementation="sdpa",
@@ -39,7 +47,7 @@ def load_dense(directory: Path, device: str, *, trust_remote_code: bool) -> Any:
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:160]
         raise ModelError(f"{directory}: cannot be loaded ({reason})") from error
-    return model.to(device).eval().requires_grad_(False)
+    return model.to(held_on or device).eval().requires_grad_(False)
 
 
 def write_dense(
@@ -58,7 +66,7 @@ def write_dense(
     target = workspace.directory
     dtype = stored_dtype(source)
     state = {name: value.to(dtype) for name, value in model.state_dict().items()}
-    if model.config.tie_word_embeddings:
+    if model.config.get_text_config().tie_word_embeddings:
         head = model.get_output_embeddings()
         tied = {name for name, module in model.named_modules() if module is head}
         state = {

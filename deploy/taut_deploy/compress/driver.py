@@ -16,7 +16,7 @@ import torch
 
 from taut_deploy.checkpoint import Golden, Manifest, seal
 from taut_deploy.compress.allocate.decide import allocation_of
-from taut_deploy.compress.block import CompressedBlock, compress_block, run_batches, run_block
+from taut_deploy.compress.block import CompressedBlock, compress_block, run_batches, run_prompts
 from taut_deploy.compress.by_weights import Parts, compress_by_weights, require_by_weights
 from taut_deploy.compress.calibrate.calibration import CalibrationSet
 from taut_deploy.compress.calibrate.kept import kept_calibration
@@ -265,10 +265,11 @@ class _Run:
             self._run(block, hidden, called, CALIBRATION, shared)
         device = torch.device(self._job.device)
         with cache.emulated():
-            prompts = [
-                run_block(block.module, prompt.to(device), calls[block.index], 1)
-                for prompt, calls in zip(self._states.prompts(entering), arguments[1:], strict=True)
-            ]
+            prompts = run_prompts(
+                block.module,
+                [prompt.to(device) for prompt in self._states.prompts(entering)],
+                [calls[block.index] for calls in arguments[1:]],
+            )
         self._states.save_prompts(block.index + 1, prompts)
         with single_thread():  # packing: element by element
             self._save_block(block, result, cache.tensors())

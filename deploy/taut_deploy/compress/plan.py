@@ -193,7 +193,7 @@ def _fate(one: Treatment, recipe: Recipe) -> str:
 
 
 def _hidden_bytes(model: StreamedModel, recipe: Recipe, element: int) -> int:
-    width = int(model.model.config.hidden_size)
+    width = int(model.model.config.get_text_config().hidden_size)
     streams = 2 if recipe.needs_target else 1
     tokens = recipe.calibration.sequences * recipe.calibration.sequence_length
     return streams * tokens * width * element

@@ -7,7 +7,7 @@ neither the bytes of outputs nor the order of any sum depend on how fast a devic
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import cycle
 from typing import Any, TypeVar
@@ -17,7 +17,13 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from taut_deploy.compress.source.calls import PerRow, call_block
-from taut_deploy.compress.threads import over_batches, results_in_order, single_thread
+from taut_deploy.compress.threads import (
+    at_device,
+    modes_of_caller,
+    over_batches,
+    results_in_order,
+    single_thread,
+)
 from taut_deploy.errors import RecipeError
 
 Result = TypeVar("Result")
@@ -111,11 +117,10 @@ def over_replicas(
             lambda batch: function(first, batch), hidden, batch_size, first.module
         )
         return
-    inference = torch.is_inference_mode_enabled()
+    modes = modes_of_caller()
 
     def call(replica: Replica, batch: torch.Tensor) -> Result:
-        # Both are of the calling thread alone; Triton launches on the current device.
-        with torch.inference_mode(inference), _current(replica):
+        with modes(), at_device(replica.device):
             return function(replica, batch)
 
     with ExitStack() as held:
@@ -125,8 +130,3 @@ def over_replicas(
         turns = zip(cycle(zip(pools, replicas, strict=True)), torch.split(hidden, batch_size))
         submitted = (pool.submit(call, replica, batch) for (pool, replica), batch in turns)
         yield from results_in_order(submitted, len(replicas))
-
-
-def _current(replica: Replica) -> AbstractContextManager[object]:
-    on_card = replica.device is not None and replica.device.type == "cuda"
-    return torch.cuda.device(replica.device) if on_card else nullcontext()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from taut_deploy.errors import ModelError
-from taut_deploy.models.pretrained import reason_of
+from taut_deploy.models.pretrained import generating_class, reason_of
 
 
 def empty_model(config: Any, dtype: torch.dtype, *, trust_remote_code: bool = False) -> Any:
@@ -26,9 +26,10 @@ def empty_model(config: Any, dtype: torch.dtype, *, trust_remote_code: bool = Fa
     plain = copy.deepcopy(config)
     if hasattr(plain, "quantization_config"):
         del plain.quantization_config
-    for key, value in list(vars(plain).items()):
-        if "drop" in key and isinstance(value, float):
-            setattr(plain, key, 0.0)
+    for part in {id(each): each for each in (plain, plain.get_text_config())}.values():
+        for key, value in list(vars(part).items()):
+            if "drop" in key and isinstance(value, float):
+                setattr(part, key, 0.0)
     build, options = _builder(plain, trust_remote_code=trust_remote_code)
     try:
         model = _build(build, plain, {"dtype": dtype, **options})
@@ -56,8 +57,6 @@ def _file(config: Any) -> str:
 def _builder(config: Any, *, trust_remote_code: bool) -> tuple[Any, dict[str, Any]]:
     """What makes a model of the configuration, and its own arguments.
 
-    A model with a vision part is no causal LM to transformers' table; its own class then is asked.
-
     Raises:
         ModelError: the architecture does not generate text.
     """
@@ -69,10 +68,10 @@ def _builder(config: Any, *, trust_remote_code: bool) -> tuple[Any, dict[str, An
     own: Any = getattr(transformers, declared, None)
     if own is not None and not (hasattr(own, "can_generate") and own.can_generate()):
         raise no_causal_lm(config, f"{declared} does not generate text")
-    general: Any = transformers.AutoModelForCausalLM
-    if own is not None and type(config) not in general._model_mapping:
+    built_by = generating_class(config)
+    if built_by is own:
         return own._from_config, {}
-    return general.from_config, {"trust_remote_code": trust_remote_code}
+    return built_by.from_config, {"trust_remote_code": trust_remote_code}
 
 
 def _build(build: Any, config: Any, options: dict[str, Any]) -> Any:

@@ -1,7 +1,7 @@
 """A decoder block under compression: what its stages find and leave behind."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -77,6 +77,19 @@ class LayerState:
             )
         return found
 
+    def at(self, device: torch.device, group: InputGroup) -> "LayerState":
+        """A copy on another device, to be worked on there.
+
+        Args:
+            device: the other one.
+            group: its input's statistics there.
+        """
+        weight = nn.Parameter(self.module.weight.data.to(device), requires_grad=False)
+        module = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        module.weight = weight
+        mask = None if self.mask is None else self.mask.to(device)
+        return replace(self, module=module, group=group, mask=mask)
+
     def store(self, stored: StoredLayer, method: str) -> None:
         """Keep the layer as it will be written; the block computes with it from here on.
 
@@ -138,6 +151,7 @@ class BlockState:
         groups: every distinct linear input, in order of first use.
         layers: its linear layers by their names inside the block, in the same order.
         example: what it is to compute, where a stage of the recipe asks for it.
+        devices: that share the work on its layers, its own first; none for its own alone.
     """
 
     module: nn.Module
@@ -145,6 +159,7 @@ class BlockState:
     groups: list[InputGroup]
     layers: dict[str, LayerState]
     example: Example | None = None
+    devices: Sequence[torch.device] = ()
 
     def of_stage(self, index: int) -> list[LayerState]:
         """The layers that the recipe's stage at this position acts on."""

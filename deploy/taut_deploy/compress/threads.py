@@ -7,14 +7,15 @@ by side, every operation of theirs on one thread; only large products are shared
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar
 
 import torch
 from torch import nn
 
+Input = TypeVar("Input")
 Result = TypeVar("Result")
 
 # Operations of a batch's largest product, from where threads share it: about half a second of one
@@ -38,6 +39,28 @@ def single_thread(operations: int = 0) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+@contextmanager
+def at_device(device: torch.device | None) -> Iterator[None]:
+    """Make a card the current one, on which Triton launches; nothing else changes anything."""
+    if device is None or device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device):
+        yield
+
+
+def modes_of_caller() -> Callable[[], AbstractContextManager[None]]:
+    """The gradient modes of this thread, to be entered on another: each thread has its own."""
+    inference, gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+
+    @contextmanager
+    def entered() -> Iterator[None]:
+        with torch.inference_mode(inference), torch.set_grad_enabled(gradients):
+            yield
+
+    return entered
+
+
 def over_batches(
     function: Callable[[torch.Tensor], Result],
     hidden: torch.Tensor,
@@ -53,18 +76,35 @@ def over_batches(
         block: loaded; the size of its layers decides whether batches go side by side.
     """
     batches = torch.split(hidden, batch_size)
-    workers = min(torch.get_num_threads(), len(batches))
-    if workers == 1 or hidden.is_cuda or _largest_product(block, batches[0]) >= _LARGE_PRODUCT:
-        yield from map(function, batches)
-        return
-    inference = torch.is_inference_mode_enabled()
+    yield from over_inputs(function, batches, batches[0], block)
 
-    def call(batch: torch.Tensor) -> Result:
-        with torch.inference_mode(inference):  # of the calling thread alone
-            return function(batch)
+
+def over_inputs(
+    function: Callable[[Input], Result],
+    inputs: Sequence[Input],
+    largest: torch.Tensor,
+    block: nn.Module,
+) -> Iterator[Result]:
+    """The same for inputs of any kind.
+
+    Args:
+        function: what to do with an input; must be able to run on several threads at a time.
+        inputs: in the order in which results come.
+        largest: [b, T, H] of what a block is called with, the largest.
+        block: loaded.
+    """
+    workers = min(torch.get_num_threads(), len(inputs))
+    if workers == 1 or largest.is_cuda or largest_product(block, largest) >= _LARGE_PRODUCT:
+        yield from map(function, inputs)
+        return
+    modes = modes_of_caller()
+
+    def call(one: Input) -> Result:
+        with modes():
+            return function(one)
 
     with single_thread(), ThreadPoolExecutor(workers) as pool:
-        yield from results_in_order((pool.submit(call, batch) for batch in batches), workers)
+        yield from results_in_order((pool.submit(call, one) for one in inputs), workers)
 
 
 def results_in_order(submitted: Iterable[Future[Result]], workers: int) -> Iterator[Result]:
@@ -84,7 +124,7 @@ def results_in_order(submitted: Iterable[Future[Result]], workers: int) -> Itera
         yield waiting.popleft().result()
 
 
-def _largest_product(block: nn.Module, batch: torch.Tensor) -> int:
+def largest_product(block: nn.Module, batch: torch.Tensor) -> int:
     """Operations of the batch's dearest linear layer."""
     tokens = batch.numel() // batch.shape[-1]
     sizes = [parameter.numel() for parameter in block.parameters() if parameter.dim() == 2]

@@ -34,6 +34,28 @@ def load_config(directory: Path, *, trust_remote_code: bool = False) -> Any:
         raise ModelError(_unsupported(directory, document, error)) from error
 
 
+def generating_class(config: Any) -> Any:
+    """The class of transformers that builds, or loads, what generates text of this configuration.
+
+    A model with a vision part is no causal LM to transformers' table; it is built by its own class.
+    """
+    import transformers
+
+    general: Any = transformers.AutoModelForCausalLM
+    declared = str((getattr(config, "architectures", None) or [""])[0])
+    own = getattr(transformers, declared, None)
+    return general if own is None or type(config) in general._model_mapping else own
+
+
+def loading_class(directory: Path, *, trust_remote_code: bool = False) -> Any:
+    """The same for a directory.
+
+    Raises:
+        ModelError: of :func:`load_config`.
+    """
+    return generating_class(load_config(directory, trust_remote_code=trust_remote_code))
+
+
 def load_tokenizer(directory: Path, *, trust_remote_code: bool = False) -> Any:
     """The directory's tokenizer.
 

@@ -13,7 +13,7 @@ _PHASES = (
     (re.compile(r"Initializing a V1 LLM engine|init engine"), "starting the engine"),
     (re.compile(r"Starting to load model|Loading (safetensors|weights)"), "loading weights"),
     (re.compile(r"torch\.compile|Dynamo bytecode|Compiling a graph"), "compiling"),
-    (re.compile(r"taut: compil|Warming up model|warm-?up", re.IGNORECASE), "warming up"),
+    (re.compile(r"taut: compil(?!e cache)|Warming up model|warm-?up", re.IGNORECASE), "warming up"),
     (re.compile(r"[Cc]aptur(ing|e).*(CUDA )?graphs?"), "capturing CUDA graphs"),
     (re.compile(r"Starting vLLM (API )?server|Started server process"), "opening its port"),
 )

@@ -3,10 +3,13 @@
 import asyncio
 import http.client
 import json
+import os
 import shlex
 import signal
 import sys
 import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,7 @@ from taut_deploy.serve.prepare import ServedModel, gateway_configuration
 from taut_deploy.serve.process import ChildSpec, SupervisedProcess
 from taut_deploy.serve.running import forget_running, note_running
 from taut_deploy.serve.settings import ServeSettings
-from taut_deploy.worker import WorkerSpec, worker_command
+from taut_deploy.worker import WorkerSpec, cpu_layout, installed_platform, worker_command
 
 _POLL_S = 0.5
 _READY_POLL_S = 2.0
@@ -29,7 +32,45 @@ _WORKER_GRACE_S = 40.0
 _GATEWAY_GRACE_S = 35.0
 
 
-def worker_child(model: ServedModel, index: int, settings: ServeSettings, logs: Path) -> ChildSpec:
+@dataclass(frozen=True)
+class SharedMachine:
+    """What the workers of one ``taut serve`` have in common.
+
+    Args:
+        compiled: directory of what they compile; None leaves it where vLLM puts it.
+        environment: on a CPU, processes and threads, the cores divided among the workers.
+    """
+
+    compiled: Path | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def shared_machine(
+    settings: ServeSettings, workers: int, compiled: Path, environment: Mapping[str, str]
+) -> SharedMachine:
+    """Return what the workers are told of the machine: something on a CPU, on GPUs nothing.
+
+    Args:
+        settings: what to serve.
+        workers: of all models.
+        compiled: directory for what is compiled, unless ``TAUT_COMPILE_CACHE`` names one.
+        environment: of this process, which the workers inherit.
+    """
+    if installed_platform() != "cpu":
+        return SharedMachine()
+    layout = cpu_layout.environment_of(
+        settings.vllm_args, environment, cpu_layout.cores_here(), workers
+    )
+    return SharedMachine(None if environment.get("TAUT_COMPILE_CACHE") else compiled, layout)
+
+
+def worker_child(
+    model: ServedModel,
+    index: int,
+    settings: ServeSettings,
+    logs: Path,
+    machine: SharedMachine = SharedMachine(),
+) -> ChildSpec:
     """How to start one worker of ``model``: through ``taut worker``, as anybody else would."""
     requires = settings.kernels == "require"
     spec = WorkerSpec(
@@ -42,12 +83,12 @@ def worker_child(model: ServedModel, index: int, settings: ServeSettings, logs: 
         kernels=None if requires and model.manifest is None else settings.kernels,
         fused_ops=settings.fused_ops,
         decode_attention=settings.decode_attention,
+        cache=machine.compiled,
         extra=((FLAG,) if settings.trust_remote_code else ()) + settings.vllm_args,
     )
     name = f"{model.name}-{index}"
-    return ChildSpec(
-        name, worker_command(spec), {"PYTHONSAFEPATH": "1"}, logs / f"{name}.log", _WORKER_GRACE_S
-    )
+    environment = {**machine.environment, "PYTHONSAFEPATH": "1"}
+    return ChildSpec(name, worker_command(spec), environment, logs / f"{name}.log", _WORKER_GRACE_S)
 
 
 def gateway_child(configuration: Path, logs: Path) -> ChildSpec:
@@ -72,6 +113,7 @@ def serve(
     settings: ServeSettings,
     models: list[ServedModel],
     logs: Path,
+    compiled: Path,
     say: Say,
     *,
     detached: bool = False,
@@ -82,6 +124,7 @@ def serve(
         settings: what to serve.
         models: prepared already.
         logs: directory of the gateway's configuration and everybody's logs.
+        compiled: directory for what workers on a CPU compile.
         say: prints one line for the user.
         detached: whether nobody waits for this process.
 
@@ -94,9 +137,11 @@ def serve(
         configuration, yaml.safe_dump(gateway_configuration(settings, models), sort_keys=False)
     )
     children = [SupervisedProcess(gateway_child(configuration, logs), say)]
+    workers = sum(len(model.ports) for model in models)
+    machine = shared_machine(settings, workers, compiled, os.environ)
     for model in models:
         children += [
-            SupervisedProcess(worker_child(model, index, settings, logs), say)
+            SupervisedProcess(worker_child(model, index, settings, logs, machine), say)
             for index in range(len(model.ports))
         ]
     say(f"starting {len(children) - 1} worker(s) and the gateway; logs in {logs}")

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import logging as transformers_logging
 
@@ -27,6 +26,7 @@ from taut_deploy.cpu_products import WideProducts
 from taut_deploy.documents import read_json_object
 from taut_deploy.errors import ModelError
 from taut_deploy.models.directory import require_contained
+from taut_deploy.models.pretrained import loading_class
 from taut_deploy.models.remote_code import why_code_is_needed
 from taut_deploy.models.values import is_finite
 from taut_deploy.validate.checkpoint_tokenizer import CheckpointTokenizer
@@ -90,7 +90,8 @@ class CheckpointSource:
             raise CouldNotValidateError(f"--{self.role} {error}") from error
         try:
             with _silenced_bars(), _silenced_report():
-                model, info = AutoModelForCausalLM.from_pretrained(
+                build = loading_class(self.path, trust_remote_code=self._trust_remote_code)
+                model, info = build.from_pretrained(
                     self.path,
                     dtype=dtype or "auto",
                     local_files_only=True,
@@ -100,6 +101,8 @@ class CheckpointSource:
                     ignore_mismatched_sizes=True,
                     output_loading_info=True,
                 )
+        except ModelError as error:
+            raise CouldNotValidateError(f"--{self.role} {error}") from error
         except _LOAD_ERRORS as error:
             needed = why_code_is_needed(self.path) if "trust_remote_code" in str(error) else None
             message = f"{self.role} {self.path}: cannot be loaded: {one_line(error)}"

@@ -57,7 +57,7 @@ def cores_here(
 
 
 def environment_of(
-    extra: Sequence[str], environment: Mapping[str, str], cores: Cores
+    extra: Sequence[str], environment: Mapping[str, str], cores: Cores, workers: int = 1
 ) -> dict[str, str]:
     """Return what to add to a CPU worker's environment.
 
@@ -68,6 +68,7 @@ def environment_of(
         extra: arguments for vLLM.
         environment: what the worker inherits; what it says of OpenMP stays.
         cores: of this machine.
+        workers: as many share the cores.
     """
     is_chosen = environment.get(_ONE_PROCESS) or environment.get(_BINDING)
     if is_chosen or cores.nodes > 1 or names_one_of(extra, _EXECUTOR_FLAGS):
@@ -76,7 +77,7 @@ def environment_of(
     if not environment.get("OMP_NUM_THREADS"):
         # One core is left to the API's process and to the gateway, as vLLM leaves one: threads
         # that wait for a thread without a core multiply a step's time.
-        added["OMP_NUM_THREADS"] = str(max(1, cores.count - 1))
+        added["OMP_NUM_THREADS"] = str(max(1, (cores.count - 1) // workers))
     return added
 
 

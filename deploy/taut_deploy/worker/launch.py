@@ -48,10 +48,14 @@ def exec_worker(spec: WorkerSpec) -> NoReturn:
     command = command_for(spec, manifest, platform)
     environment = {**os.environ, **command.environment}
     if spec.cache is not None:
+        from taut_kernels.for_deploy import compiled_graph
+
         key = cache_key_of(spec.checkpoint, platform, command.argv, environment)
         place = open_cache(spec.cache, str(key), environment)
         _say(place.message)
         environment |= place.environment
+        if place.directory is not None:
+            environment[compiled_graph.VARIABLE] = "1"
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(command.argv[0], list(command.argv), environment)  # noqa: S606

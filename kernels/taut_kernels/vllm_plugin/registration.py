@@ -8,16 +8,19 @@ from typing import Any
 import torch
 from vllm.model_executor.kernels import linear as kernel_selection
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.model_executor.models import registry as model_registry
 from vllm.platforms import current_platform
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 from taut_kernels.vllm_plugin import (
     block_scaled_mm,
     compat,
+    compiled_graph,
     decode_attention,
     fused_ops,
     gauges,
     known_answer,
+    model_inspection,
     record,
     scaled_mm,
     selection,
@@ -92,6 +95,8 @@ def install(mode: str) -> None:
     token_tables.install()
     if current_platform.is_cpu():
         _replace_wrong_int8()
+        compiled_graph.allow_loading()
+        model_inspection.inspect_here(model_registry)
 
     fused_ops.install(mode)
     decode_attention.install()

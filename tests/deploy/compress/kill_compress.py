@@ -1,7 +1,8 @@
 """Runs ``taut compress`` again and again in forked children and kills them; used by test_resume.py.
 
-A script of its own, because forking is only safe before torch has started threads, and because one
-import then serves all runs. Arguments: MODEL RECIPE WORK, and ``times COUNT`` or ``steps STRIDE``.
+A script for ``check_server.CheckServer``, because forking is only safe before torch has started
+threads, and because one import then serves all runs. Arguments: MODEL RECIPE WORK, and
+``times COUNT`` or ``steps STRIDE``.
 Prints one JSON document: ``hits`` (what each kill interrupted) and ``outputs`` (directories that
 must be equal; the first was never disturbed).
 """
@@ -14,17 +15,27 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 import transformers
 from optimum.utils import NormalizedConfigManager
+from transformers import conversion_mapping
+from transformers.models.llama import modeling_llama
 
-from taut_deploy.cli import main
-from taut_deploy.compress import driver
+from taut_deploy import cli
+from taut_deploy.compress import pipeline
 
-PRELOADED = (transformers.AutoModelForCausalLM, NormalizedConfigManager, driver)
+PRELOADED = (
+    transformers.AutoModelForCausalLM,
+    transformers.AutoTokenizer,
+    NormalizedConfigManager,
+    pipeline,
+    modeling_llama,
+    conversion_mapping.get_checkpoint_conversion_mapping("llama"),  # hundreds of expressions
+)
+"""What every run would import or compile anew."""
 # Durable steps: what changes the directory, and what flushes it.
 EVENTS = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.chmod"}
 
@@ -40,7 +51,7 @@ def compress(model: str, recipe: str, output: Path, prepare: Callable[[], None])
         os.dup2(quiet, 2)
         prepare()
         sys.argv = ["taut", "compress", model, "--recipe", recipe, "--output", str(output)]
-        os._exit(main())
+        os._exit(cli.main())
     finally:
         os._exit(70)  # a traceback of ours
 
@@ -152,7 +163,9 @@ def kill_at_times(model: str, recipe: str, work: Path, count: int) -> dict[str, 
     return {"hits": hits, "outputs": [str(output) for output in outputs]}
 
 
-if __name__ == "__main__":
+def main(arguments: Sequence[str]) -> None:
+    """Kill runs as the arguments say."""
     torch.set_num_threads(1)
-    how = {"times": kill_at_times, "steps": kill_at_steps}[sys.argv[4]]
-    print(json.dumps(how(sys.argv[1], sys.argv[2], Path(sys.argv[3]), int(sys.argv[5]))))
+    model, recipe, work, how, number = arguments
+    kill = {"times": kill_at_times, "steps": kill_at_steps}[how]
+    print(json.dumps(kill(model, recipe, Path(work), int(number))))

@@ -49,7 +49,7 @@ def test_weighted_means_come_near_the_best_of_all_partitions():
 def test_a_refitted_book_is_where_the_error_has_no_slope(n, shared):
     weight, hessian = problem(n)
     spec = CodebookSpec(8, 32, shared, torch.float32)
-    coded = quantize_weight(weight, hessian, spec, refits=0)
+    coded = quantize_weight(weight, hessian, gptq.feedback_of(hessian), spec, refits=0)
     book = _refit_book(weight, hessian, coded).double().requires_grad_()
     rows = book.repeat_interleave(shared, 0)
     dense = rows.gather(1, coded.codes.long()).view(n, 2, 32) * coded.scale.double()[..., None]
@@ -65,8 +65,11 @@ def test_sixteen_entries_beat_sixteen_even_steps_of_the_same_groups(rows):
     # Weights of many small and few large values, as trained ones are.
     weight, hessian = problem()
     weight = weight * weight.abs()
-    coded = quantize_weight(weight, hessian, CodebookSpec(16, 64, rows, torch.bfloat16))
-    even = gptq.quantize_weight(weight, hessian, GridSpec(4, 64, True, torch.bfloat16))
+    spec = CodebookSpec(16, 64, rows, torch.bfloat16)
+    coded = quantize_weight(weight, hessian, gptq.feedback_of(hessian), spec)
+    even = gptq.quantize_weight(
+        weight, gptq.feedback_of(hessian), GridSpec(4, 64, True, torch.bfloat16)
+    )
     assert output_error(coded.dequantize() - weight, hessian) < output_error(
         even.dequantize() - weight, hessian
     )
@@ -81,7 +84,8 @@ def test_groups_of_either_sign_share_one_skewed_book():
     codes[:, ::16] = 3
     signs = torch.tensor([[1.0, -2.0]] * 4 + [[-1.0, 0.5]] * 4).repeat_interleave(16, 1)
     _, hessian = problem(8, 32)
-    coded = quantize_weight(book[codes] * signs, hessian, CodebookSpec(4, 16, None, torch.float32))
+    spec = CodebookSpec(4, 16, None, torch.float32)
+    coded = quantize_weight(book[codes] * signs, hessian, gptq.feedback_of(hessian), spec)
     torch.testing.assert_close(coded.dequantize(), book[codes] * signs, rtol=1e-4, atol=1e-4)
 
 
@@ -90,7 +94,8 @@ def test_a_weight_that_is_on_a_book_comes_back_exactly():
     codes = torch.randint(0, 4, (8, 32), generator=torch.Generator().manual_seed(0))
     codes[:, 0] = 3
     _, hessian = problem(8, 32)
-    coded = quantize_weight(book[codes], hessian, CodebookSpec(4, 32, None, torch.float32))
+    spec = CodebookSpec(4, 32, None, torch.float32)
+    coded = quantize_weight(book[codes], hessian, gptq.feedback_of(hessian), spec)
     torch.testing.assert_close(coded.dequantize(), book[codes], rtol=1e-4, atol=1e-4)
 
 
@@ -103,8 +108,9 @@ def test_a_weight_that_is_on_a_book_comes_back_exactly():
     ],
 )
 def test_a_shape_that_does_not_fit_is_refused(spec, message):
+    weight, hessian = problem()
     with pytest.raises(ValueError, match=message):
-        quantize_weight(*problem(), spec)
+        quantize_weight(weight, hessian, gptq.feedback_of(hessian), spec)
 
 
 def test_learned_indices_name_the_nearest_entry_of_the_rows_own_book():

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
+import pytest
 from tiny_models import job_for, recipe_data, write_llama
 from validate_setup import write_text
 
@@ -31,12 +28,12 @@ def progress(done, total, what):
 distil(job, progress)
 print("fresh" if die_at == 0 else "not killed")
 """
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
 
 
-def run(room, output, die_at):
-    argv = [sys.executable, "-c", SCRIPT, str(room), str(output), str(die_at)]
-    return subprocess.run(argv, capture_output=True, text=True, env=ENVIRONMENT, check=False)
+@pytest.fixture
+def run(run_with_transformers):
+    """Run SCRIPT, in a process that has most of its imports behind it."""
+    return lambda *arguments: run_with_transformers(SCRIPT, *arguments)
 
 
 def content(directory):
@@ -47,7 +44,7 @@ def content(directory):
     }
 
 
-def test_a_killed_run_ends_in_the_bytes_of_an_undisturbed_one(tmp_path):
+def test_a_killed_run_ends_in_the_bytes_of_an_undisturbed_one(run, tmp_path):
     write_llama(tmp_path / "base")
     text = write_text(tmp_path / "text.txt", 800, seed=5)
     driver.compress(job_for(tmp_path / "base", recipe_data(text), tmp_path / "student"))

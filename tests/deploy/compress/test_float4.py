@@ -78,7 +78,7 @@ def test_columns_are_rounded_as_the_whole_and_error_feedback_helps(spec):
         assert torch.equal(rounding(position, weight[:, column]), whole[:, column])
     x = torch.randn(256, 64, generator=torch.Generator().manual_seed(1))
     x = x @ torch.randn(64, 64, generator=torch.Generator().manual_seed(2))
-    fed_back = gptq.quantize_weight(weight, x.T @ x / 256, spec).dequantize()
+    fed_back = gptq.quantize_weight(weight, gptq.feedback_of(x.T @ x / 256), spec).dequantize()
     assert (x @ (fed_back - weight).T).norm() < 0.8 * (x @ (whole - weight).T).norm()
 
 

@@ -93,7 +93,7 @@ def test_error_feedback_lowers_the_output_error():
     def error_of(rounded):
         return (x @ (rounded - weight).T).square().sum()
 
-    fed_back = gptq.quantize_weight(weight, x.T @ x / 256, spec)
+    fed_back = gptq.quantize_weight(weight, gptq.feedback_of(x.T @ x / 256), spec)
     assert error_of(fed_back.dequantize()) < 0.8 * error_of(spec.fit(weight).round(weight))
 
 

@@ -66,7 +66,7 @@ def test_error_feedback_goes_through_blocks():
     x = x @ torch.randn(32, 32, generator=torch.Generator().manual_seed(2))
     weight = torch.randn(16, 32, generator=torch.Generator().manual_seed(4))
     spec = Float8Spec(torch.float32, block=8)
-    fed_back = gptq.quantize_weight(weight, x.T @ x / 256, spec).dequantize()
+    fed_back = gptq.quantize_weight(weight, gptq.feedback_of(x.T @ x / 256), spec).dequantize()
     plain = spec.fit(weight).round(weight)
     assert (x @ (fed_back - weight).T).norm() < 0.9 * (x @ (plain - weight).T).norm()
 

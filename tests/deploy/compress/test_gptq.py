@@ -41,7 +41,7 @@ def test_codes_equal_the_column_by_column_form(act_order, symmetric, group):
     x = correlated(64, 8)
     hessian = x.T @ x / 64
     spec = GridSpec(4, group, symmetric, torch.float32)
-    got = gptq.quantize_weight(weight, hessian, spec, dampening_frac=0.01, act_order=act_order)
+    got = gptq.quantize_weight(weight, gptq.feedback_of(hessian, act_order=act_order), spec)
     scale, zero = fit_grid(weight, spec, hessian.diagonal())
     zero = torch.zeros_like(scale) if zero is None else zero
     order = hessian.diagonal().argsort(descending=True).tolist() if act_order else list(range(8))
@@ -57,7 +57,9 @@ def test_pruned_weights_stay_zero_and_the_others_make_up_for_them(symmetric):
     x = correlated(64, 8)
     hessian = x.T @ x / 64
     spec = GridSpec(4, 4, symmetric, torch.float32)
-    got = gptq.quantize_weight(weight * mask, hessian, spec, act_order=False, mask=mask)
+    got = gptq.quantize_weight(
+        weight * mask, gptq.feedback_of(hessian, act_order=False), spec, mask=mask
+    )
     scale, zero = fit_grid(weight * mask, spec, hessian.diagonal())
     zero = torch.zeros_like(scale) if zero is None else zero
     order = range(8)
@@ -70,7 +72,7 @@ def test_lazy_blocks_change_nothing():
     weight = torch.randn(16, 320, generator=torch.Generator().manual_seed(2))
     x = correlated(1024, 320)
     spec = GridSpec(4, 32, False, torch.float32)
-    got = gptq.quantize_weight(weight, x.T @ x / 1024, spec, act_order=False)
+    got = gptq.quantize_weight(weight, gptq.feedback_of(x.T @ x / 1024, act_order=False), spec)
     scale, zero = fit_grid(weight, spec, (x.T @ x / 1024).diagonal())
     expected = column_by_column(weight, x.T @ x / 1024, scale, zero, 32, range(320), 0.01)
     # Sums are taken in another order, so a few values near the middle may fall differently.
@@ -92,14 +94,16 @@ def test_output_error_is_below_rounding_on_inputs_not_seen(group, symmetric):
         error_of(rtn.quantize_weight(weight, spec)),
         error_of(rtn.quantize_weight(weight, spec, hessian.diagonal())),
     )
-    assert error_of(gptq.quantize_weight(weight, hessian, spec)) < 0.7 * best_rounding
+    fed_back = gptq.quantize_weight(weight, gptq.feedback_of(hessian), spec)
+    assert error_of(fed_back) < 0.7 * best_rounding
 
 
 def test_channels_never_active_do_no_harm():
     weight = torch.randn(8, 8, generator=torch.Generator().manual_seed(4))
     x = correlated(64, 8)
     x[:, 5] = 0.0
-    quantized = gptq.quantize_weight(weight, x.T @ x / 64, GridSpec(4, 8, True, torch.float32))
+    spec = GridSpec(4, 8, True, torch.float32)
+    quantized = gptq.quantize_weight(weight, gptq.feedback_of(x.T @ x / 64), spec)
     assert torch.isfinite(quantized.dequantize()).all()
     error = (x @ (quantized.dequantize() - weight).T).square().sum()
     assert error < 0.05 * (x @ weight.T).square().sum()

@@ -58,7 +58,7 @@ def test_passes_only_improve_and_beat_codes_alone():
     spec = GridSpec(4, 32, True, torch.float32)
 
     def quantizer(left):
-        return gptq.quantize_weight(left, hessian, spec)
+        return gptq.quantize_weight(left, gptq.feedback_of(hessian), spec)
 
     errors = []
     for passes in (1, 2, 4):

@@ -66,8 +66,7 @@ def test_a_killed_run_with_8_bit_moments_ends_in_the_same_bytes(room, tmp_path):
 
 def test_without_the_package_nothing_is_loaded_first(room, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    monkeypatch.setattr(module, "open_student", lambda *_a, **_k: pytest.fail("loaded"))
-    monkeypatch.setattr(module, "_load_teacher", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr(module, "open_models", lambda *_: pytest.fail("loaded"))
     with pytest.raises(OutputError, match=r"adamw8bit needs .* pip install 'taut\[train\]'"):
         distil(job(room, tmp_path / "out"))
 

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from check_server import CheckServer
 from tiny_models import (
     job_for,
     recipe_data,
@@ -22,6 +23,7 @@ from tiny_models import (
 )
 
 from taut_deploy.checkpoint import verify
+from taut_deploy.cli import main
 from taut_deploy.compress import driver
 from taut_deploy.files import VOLATILE_FILES
 
@@ -53,11 +55,18 @@ def content(directory: Path) -> dict[str, bytes]:
     }
 
 
-def kill(room: Path, recipe: str, work: Path, *how: str) -> dict[str, list[str]]:
-    argv = [sys.executable, str(SCRIPT), str(room / "model"), str(room / recipe), str(work), *how]
-    done = subprocess.run(argv, capture_output=True, text=True, env=ENVIRONMENT, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
+@pytest.fixture(scope="module")
+def kill(room, tmp_path_factory):
+    """Kills runs of a recipe as kill_compress.py says."""
+    server = CheckServer(SCRIPT, ENVIRONMENT, tmp_path_factory.mktemp("kills"))
+
+    def kill(recipe: str, work: Path, *how: str) -> dict[str, list[str]]:
+        done = server.run([str(room / "model"), str(room / recipe), str(work), *how], 580)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return json.loads(done.stdout.splitlines()[-1])
+
+    yield kill
+    server.close()
 
 
 def assert_all_equal(outputs: list[str]) -> None:
@@ -70,16 +79,16 @@ def assert_all_equal(outputs: list[str]) -> None:
         assert left == [f".{output.name}.lock"], "nothing but the lock file stays beside it"
 
 
-def test_killed_at_twenty_random_moments(room, tmp_path):
-    found = kill(room, "w8a8.yaml", tmp_path, "times", "20")
+def test_killed_at_twenty_random_moments(kill, tmp_path):
+    found = kill("w8a8.yaml", tmp_path, "times", "20")
     assert len(found["hits"]) == 20
     print("\n", collections.Counter(found["hits"]))
     assert len(set(found["hits"])) >= 4, f"the kills must fall on different steps: {found['hits']}"
     assert_all_equal(found["outputs"])
 
 
-def test_killed_before_every_second_durable_step(room, tmp_path):
-    found = kill(room, "w4a16.yaml", tmp_path, "steps", "2")
+def test_killed_before_every_second_durable_step(kill, tmp_path):
+    found = kill("w4a16.yaml", tmp_path, "steps", "2")
     print("\n", collections.Counter(found["hits"]))
     assert len(found["hits"]) > 15
     assert {hit.split(": ")[1] for hit in found["hits"]} >= {
@@ -91,16 +100,16 @@ def test_killed_before_every_second_durable_step(room, tmp_path):
     assert_all_equal(found["outputs"])
 
 
-def test_killed_while_the_original_models_own_stream_is_carried_along(room, tmp_path):
-    found = kill(room, "learned.yaml", tmp_path, "steps", "3")
+def test_killed_while_the_original_models_own_stream_is_carried_along(kill, tmp_path):
+    found = kill("learned.yaml", tmp_path, "steps", "3")
     assert {hit.split(": ")[1] for hit in found["hits"]} >= {"1 blocks done", "2 blocks done"}
     assert_all_equal(found["outputs"])
     taken = json.loads((Path(found["outputs"][0]) / "taut.json").read_text())
     assert {layer["method"] for layer in taken["layers"]} == {"gptq+round"}
 
 
-def test_killed_while_embeddings_and_head_are_rounded(room, tmp_path):
-    found = kill(room, "tables.yaml", tmp_path, "steps", "4")
+def test_killed_while_embeddings_and_head_are_rounded(kill, tmp_path):
+    found = kill("tables.yaml", tmp_path, "steps", "4")
     assert {hit.split(": ")[1] for hit in found["hits"]} >= {"1 blocks done", "sealed"}
     assert_all_equal(found["outputs"])
     taken = json.loads((Path(found["outputs"][0]) / "taut.json").read_text())
@@ -111,18 +120,18 @@ def test_killed_while_embeddings_and_head_are_rounded(room, tmp_path):
 
 
 def test_killed_through_the_command_line(room, tmp_path):
-    """The real command, process and all: killed in the middle, then let finish."""
+    """The real command, process and all: killed in the middle, then let finish in this one."""
     draw = random.Random(1)
 
-    def start(output: Path) -> subprocess.Popen[str]:
-        argv = [sys.executable, "-m", "taut_deploy", "compress", str(room / "model")]
-        argv += ["--recipe", str(room / "w8a8.yaml"), "--output", str(output)]
-        return subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
+    def asked(output: Path) -> list[str]:
+        given = ["compress", str(room / "model"), "--recipe", str(room / "w8a8.yaml")]
+        return [*given, "--output", str(output)]
 
     undisturbed, output = tmp_path / "undisturbed", tmp_path / "out"
-    assert start(undisturbed).wait() == 0
+    assert main(asked(undisturbed)) == 0
     hits = []
-    process = start(output)
+    argv = [sys.executable, "-m", "taut_deploy", *asked(output)]
+    process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
     assert process.stderr is not None
     for line in process.stderr:
         if "model.layers.1" in line:
@@ -133,7 +142,7 @@ def test_killed_through_the_command_line(room, tmp_path):
     process.communicate()
     assert hits == ["[1/3] compressing model.layers.1"]
     assert not output.exists()
-    assert start(output).wait() == 0
+    assert main(asked(output)) == 0
     assert content(output) == content(undisturbed)
 
 

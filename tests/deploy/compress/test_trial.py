@@ -62,13 +62,14 @@ def data_of(recipe: str, text: Path) -> dict:
 
 
 @pytest.mark.parametrize("recipe", ["w4a16", "w8a8"])
-def test_the_foretold_memory_is_what_the_run_takes(recipe, tmp_path):
+def test_the_foretold_memory_is_what_the_run_takes(recipe, call_taut, tmp_path):
     # Large enough for statistics and hidden states to count beside the interpreter's 500 MB.
     model = write_llama(tmp_path / "m", hidden=512, intermediate=2048, layers=4)
     text = write_text(tmp_path / "t.txt", 9000, seed=5)
     file = write_recipe(tmp_path / "r.yaml", data_of(recipe, text))
     asked = ("compress", model, "--recipe", file, "--output", tmp_path / "out", "--json")
-    plan, _ = taut(tmp_path, *asked, "--plan")
+    code, plan, err = call_taut(*map(str, asked), "--plan")
+    assert code == 0, err
     _, held = taut(tmp_path, *asked)
     foretold = json.loads(plan)["peak_memory_bytes"]
     print(f"{recipe}: {foretold / 1e6:.0f} MB foretold, {held / 1e6:.0f} MB held")
@@ -123,11 +124,12 @@ def test_the_plan_names_the_kernel_of_each_layer(tmp_path):
     assert "not measured" in on_card["model.layers.0.self_attn.k_proj"]
 
 
-def test_the_printed_plan_says_each_kind_of_layer_once(room, tmp_path):
+def test_the_printed_plan_says_each_kind_of_layer_once(room, call_taut, tmp_path):
     data = recipe_data(room / "text.txt") | {"ignore": ["model.layers.1.mlp.down_proj"]}
     recipe = write_recipe(tmp_path / "r.yaml", data)
     asked = ("compress", room / "model", "--recipe", recipe, "--plan", "--served-by", "cpu")
-    text, _ = taut(tmp_path, *asked)
+    code, text, err = call_taut(*map(str, asked))
+    assert code == 0, err
     lines = [line.strip() for line in text.splitlines() if "down_proj" in line]
     assert len(lines) == 2
     assert lines[0].startswith("mlp.down_proj [64, 128]: quantize: W4A16 g32, 0.0 MB -> 0.0 MB; ")

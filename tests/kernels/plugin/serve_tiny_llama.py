@@ -1,6 +1,7 @@
 """Serve a checkpoint with vLLM, print tokens and logprobs as JSON.
 
-Usage: ``python serve_tiny_llama.py DIRECTORY [PROMPTS]``, prompts a JSON list of lists of ids.
+Usage: ``python serve_tiny_llama.py DIRECTORY [PROMPTS [compiled]]``, prompts a JSON list of lists
+of ids. Without the last word nothing is compiled.
 Its cache on a card is a fixed size, so that nothing has to be measured beside other processes.
 """
 
@@ -17,13 +18,13 @@ def on_card() -> bool:
     return torch.cuda.is_available()
 
 
-def main(directory: str, asked: list[list[int]]) -> None:
+def main(directory: str, asked: list[list[int]], *, compiled: bool) -> None:
     from vllm import LLM, SamplingParams
 
     llm = LLM(
         model=directory,
         dtype="bfloat16",
-        enforce_eager=True,
+        enforce_eager=not compiled,
         max_model_len=128,
         max_num_seqs=4,
         **({"kv_cache_memory_bytes": 1 << 28, "gpu_memory_utilization": 0.05} if on_card() else {}),
@@ -40,4 +41,5 @@ def main(directory: str, asked: list[list[int]]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], json.loads(sys.argv[2]) if len(sys.argv) > 2 else PROMPTS)
+    given = sys.argv[2:]
+    main(sys.argv[1], json.loads(given[0]) if given else PROMPTS, compiled="compiled" in given[1:])

@@ -111,7 +111,8 @@ def test_intervals_always_hold_the_mean_and_shrink() -> None:
         rng, tally = np.random.default_rng(seed), Tally()
         outside = False
         for n in range(1, 401):
-            tally.add(float(rng.uniform(-0.1, 0.3)))
+            # Hundredths have the mean 0.1, too; an interval takes time for each different value.
+            tally.add(round(float(rng.uniform(-0.1, 0.3)), 2))
             if n in (10, 50, 100, 200, 400):
                 low, high = interval(tally, ALPHA)
                 assert -1 <= low <= tally.mean <= high <= 1

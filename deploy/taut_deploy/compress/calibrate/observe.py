@@ -9,18 +9,21 @@ token of the calibration instead, so that none is compressed blindly.
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from taut_deploy.compress.calibrate.gram import add_gram, mirror
 from taut_deploy.compress.calibrate.readers import Readers
 from taut_deploy.compress.replicas import Replica, over_replicas, replicas_of
 from taut_deploy.compress.source.calls import call_block
 from taut_deploy.compress.source.experts import LinearExperts
 from taut_deploy.compress.source.linears import linear_layers
+from taut_deploy.compress.threads import largest_product, single_thread
 
 _SAMPLE_ROWS = 512
 # Routed tokens below which an expert is shown all: a Hessian of fewer is mostly damping.
@@ -55,11 +58,13 @@ class InputGroup:
     # What further devices have summed up, by their number.
     _sums: dict[int, torch.Tensor] = field(default_factory=dict)
 
-    def add(self, x: torch.Tensor, rows_per_call: int, device: int = 0) -> None:
+    def add(
+        self, x: torch.Tensor, rows_per_call: int, device: int = 0, pool: Executor | None = None
+    ) -> None:
         """Account for one call's input [..., K], seen on the device of that number."""
         rows = x.reshape(-1, x.shape[-1]).float()
         if self.hessian is not None:
-            self._sum_of(device, self.hessian, rows).addmm_(rows.T, rows)
+            add_gram(self._sum_of(device, self.hessian, rows), rows, pool)
         low, high = rows.aminmax(dim=0)  # without a copy of all
         largest = torch.maximum(-low, high).to(self.absmax.device)
         self.absmax = torch.maximum(self.absmax, largest)
@@ -73,6 +78,18 @@ class InputGroup:
         if device not in self._sums:
             self._sums[device] = torch.zeros_like(first, device=rows.device)
         return self._sums[device]
+
+    def at(self, device: torch.device) -> "InputGroup":
+        """A copy of what was found on another device."""
+        hessian = None if self.hessian is None else self.hessian.to(device)
+        return replace(
+            self,
+            hessian=hessian,
+            absmax=self.absmax.to(device),
+            sample=self.sample.to(device),
+            _rows=[],
+            _sums={},
+        )
 
     def start_again(self) -> None:
         """Forget what was seen but for the number of tokens, to be shown every token."""
@@ -88,6 +105,7 @@ class InputGroup:
         if self.hessian is not None:
             for device in sorted(self._sums):
                 self.hessian += self._sums.pop(device).to(self.hessian.device)
+            mirror(self.hessian)
             self.hessian /= self.tokens
         self.sample = torch.cat(self._rows)
         self._rows.clear()
@@ -126,7 +144,8 @@ def observe_block(
         Input groups in order of first use.
     """
     replicas = replicas_of(block, arguments, devices)
-    with _seeing_all(replicas, lambda _name: True):
+    one = largest_product(block, hidden[:1])
+    with _seeing_all(replicas, lambda _name: True), single_thread(one):
         groups = _find_groups(replicas[0].module, replicas[0].moved(hidden[:1]), arguments)
     if with_hessian:
         for group in groups:
@@ -172,9 +191,13 @@ def _add_inputs(
         return replica.number, seen.inputs
 
     try:
-        for device, inputs in over_replicas(inputs_of, hidden, batch_size, replicas):
-            for group, x in inputs:
-                group.add(x, rows_per_call, device)
+        with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+            for device, inputs in over_replicas(inputs_of, hidden, batch_size, replicas):
+                # Where operations have a thread each, threads share them out.
+                alone = torch.get_num_threads() == 1
+                for group, x in inputs:
+                    pool = threads if alone and not x.is_cuda else None
+                    group.add(x, rows_per_call, device, pool)
     finally:
         _remove(handles)
 

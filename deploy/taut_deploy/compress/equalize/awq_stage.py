@@ -1,9 +1,13 @@
 """The ``awq`` stage: factors of least output error are folded into what produces an input."""
 
+from collections.abc import Sequence
+
+import torch
+
 from taut_deploy.compress.calibrate.observe import InputGroup
-from taut_deploy.compress.equalize.apply import apply_scales
+from taut_deploy.compress.equalize.apply import apply_scales, choose_together
 from taut_deploy.compress.equalize.awq import Rounding, choose_scales
-from taut_deploy.compress.equalize.fold import Fold, find_fold
+from taut_deploy.compress.equalize.fold import Fold, Tie, find_fold
 from taut_deploy.compress.formats.protocol import WeightFormat
 from taut_deploy.compress.quantize import rtn
 from taut_deploy.compress.state import BlockState, LayerState
@@ -19,19 +23,20 @@ def awq(state: BlockState, index: int, stage: Awq) -> None:
         RecipeError: no input of the block can be scaled.
         ModelError: a weight or an input is not finite; names the layer.
     """
-    for group, fold in _folds(state, index, stage):
-        layers = [state.layers[name] for name in group.layers]
-        rounding = _rounding(layers)
-        if rounding is None:
-            continue
-        weights = [layer.sound_weight() for layer in layers]
-        with single_thread():
-            scales = choose_scales(layers[0].hessian(), weights, rounding, fold.tie)
-        if bool((scales == 1).all()):
-            continue
+    for group, fold, layers, scales in choose_together(state, _folds(state, index, stage), _chosen):
         apply_scales(group, layers, fold, scales)
         for layer in layers:
             layer.methods.append(stage.method)
+
+
+def _chosen(layers: Sequence[LayerState], tie: Tie) -> torch.Tensor | None:
+    """The factors of the input that layers read; None where none of them will be rounded."""
+    rounding = _rounding(layers)
+    if rounding is None:
+        return None
+    weights = [layer.sound_weight() for layer in layers]
+    with single_thread():
+        return choose_scales(layers[0].hessian(), weights, rounding, tie)
 
 
 def _folds(state: BlockState, index: int, stage: Awq) -> list[tuple[InputGroup, Fold]]:
@@ -49,7 +54,7 @@ def _folds(state: BlockState, index: int, stage: Awq) -> list[tuple[InputGroup, 
     return found
 
 
-def _rounding(layers: list[LayerState]) -> Rounding | None:
+def _rounding(layers: Sequence[LayerState]) -> Rounding | None:
     """How a group's layers will be rounded; None where none of them will."""
     formats = (layer.format for layer in layers)
     layer_format = next((one for one in formats if isinstance(one, WeightFormat)), None)

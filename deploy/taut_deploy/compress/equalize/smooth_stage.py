@@ -1,10 +1,12 @@
 """The ``smooth`` stage: factors are chosen for every input and folded into what produces it."""
 
+from collections.abc import Sequence
+from functools import partial
+
 import torch
 
-from taut_deploy.compress.calibrate.observe import InputGroup
-from taut_deploy.compress.equalize.apply import apply_scales
-from taut_deploy.compress.equalize.fold import find_fold
+from taut_deploy.compress.equalize.apply import apply_scales, choose_together
+from taut_deploy.compress.equalize.fold import Tie, find_fold
 from taut_deploy.compress.equalize.smoothquant import QuantizedProduct, choose_scales
 from taut_deploy.compress.formats.protocol import WeightFormat
 from taut_deploy.compress.quantize import rtn
@@ -15,28 +17,23 @@ from taut_deploy.recipe.stages import Smooth
 
 def smooth(state: BlockState, index: int, stage: Smooth) -> None:
     """Smooth every input that a layer of the stage reads and whose producer can take factors."""
-    for group in state.groups_of_stage(index):
-        if _smooth_group(state, group, stage):
-            for name in group.layers:
-                state.layers[name].methods.append(stage.method)
+    found = ((group, find_fold(state.module, group)) for group in state.groups_of_stage(index))
+    choose = partial(_chosen, alpha=None if stage.alpha == "auto" else stage.alpha)
+    folds = [(group, fold) for group, fold in found if fold is not None]
+    for group, fold, layers, scales in choose_together(state, folds, choose):
+        apply_scales(group, layers, fold, scales)
+        for layer in layers:
+            layer.methods.append(stage.method)
 
 
-def _smooth_group(state: BlockState, group: InputGroup, stage: Smooth) -> bool:
-    """Choose and fold factors; the group's statistics follow. Says if they did."""
-    fold = find_fold(state.module, group)
-    if fold is None:
-        return False
-    layers = [state.layers[name] for name in group.layers]
+def _chosen(layers: Sequence[LayerState], tie: Tie, *, alpha: float | None) -> torch.Tensor:
+    """The factors of the input that layers read."""
+    group = layers[0].group
     weights = [layer.module.weight.data.float() for layer in layers]
-    alpha = None if stage.alpha == "auto" else stage.alpha
-    scales = choose_scales(group.sample, group.absmax, weights, _product(layers), alpha, fold.tie)
-    if bool((scales == 1).all()):
-        return False
-    apply_scales(group, layers, fold, scales)
-    return True
+    return choose_scales(group.sample, group.absmax, weights, _product(layers), alpha, tie)
 
 
-def _product(layers: list[LayerState]) -> QuantizedProduct:
+def _product(layers: Sequence[LayerState]) -> QuantizedProduct:
     """How a group's layers will multiply; exact where none of them is rounded to a grid."""
     layer_format = next(
         (layer.format for layer in layers if isinstance(layer.format, WeightFormat)), None

@@ -1,10 +1,13 @@
 """The ``factorize`` stage: a weight becomes two thin ones, or codes and two thin ones."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from taut_deploy.compress.formats.low_rank import LowRankFormat, StoredFactors
+from taut_deploy.compress.layers_at_once import solve_layers
 from taut_deploy.compress.lowrank.interpolative import interpolate
 from taut_deploy.compress.lowrank.residual import quantize_with_residual
 from taut_deploy.compress.lowrank.whitened_svd import Factors, whiten
@@ -23,7 +26,9 @@ def factorize(state: BlockState, index: int, stage: Factorize) -> None:
         ModelError: a weight or an input is not finite; names the layer.
     """
     method: str = stage.method if stage.residual is None else "gptq+factorize"
-    stored = {name: _factorised(one, stage) for name, one in state.named_of_stage(index).items()}
+    layers = state.named_of_stage(index)
+    found = solve_layers(partial(_all_factorised, stage=stage), layers.values(), state.devices)
+    stored = dict(zip(layers, found, strict=True))
     if stage.steps is not None:
         method += "+reconstruct"
         fitted = {
@@ -45,6 +50,10 @@ def factorize(state: BlockState, index: int, stage: Factorize) -> None:
         state.layers[name].store(one, method)
 
 
+def _all_factorised(layers: Sequence[LayerState], *, stage: Factorize) -> list[StoredFactors]:
+    return [_factorised(layer, stage) for layer in layers]
+
+
 def _factorised(layer: LayerState, stage: Factorize) -> StoredFactors:
     kept, hessian = layer.format, layer.group.hessian
     if not isinstance(kept, LowRankFormat) or hessian is None:
@@ -55,10 +64,12 @@ def _factorised(layer: LayerState, stage: Factorize) -> StoredFactors:
         factors = whiten(weight, hessian, dampening_frac=stage.dampening_frac).truncate(rank)
         return StoredFactors(kept, _stored(interpolate(factors), kept.dtype), None)
     spec = kept.base.spec
+    with single_thread():
+        feedback = gptq.feedback_of(hessian)
 
     def rounded(left: torch.Tensor) -> QuantizedWeight:
         with single_thread():
-            codes: QuantizedWeight = gptq.quantize_weight(left, hessian, spec)
+            codes: QuantizedWeight = gptq.quantize_weight(left, feedback, spec)
         return codes
 
     codes, factors = quantize_with_residual(

@@ -8,39 +8,31 @@ pass (§3.5) is left out: refitting the weights that stay and a masked GPTQ afte
 import torch
 
 from taut_deploy.compress.prune.patterns import Pattern, keep_highest, require_fit
-from taut_deploy.compress.quantize.gptq import inverse_cholesky
+from taut_deploy.compress.quantize.gptq import Feedback
 
 _BLOCK = 128
 
 
 def prune_weight(
-    weight: torch.Tensor,
-    hessian: torch.Tensor,
-    pattern: Pattern,
-    *,
-    dampening_frac: float = 0.01,
+    weight: torch.Tensor, feedback: Feedback, pattern: Pattern
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose what goes and correct what stays.
 
     Args:
         weight: [N, K] fp32.
-        hessian: [K, K] fp32, mean of ``x xᵀ`` over calibration tokens.
+        feedback: of its input, channels in their own order.
         pattern: n:m, or a share of every block of 128 columns.
-        dampening_frac: share of the mean diagonal added to the diagonal.
 
     Returns:
         The new weight [N, K], zero where pruned, and the mask [N, K], True where kept.
 
     Raises:
-        ValueError: the pattern's runs do not divide K, or the Hessian is not finite.
+        ValueError: the pattern's runs do not divide K.
     """
     k = weight.shape[1]
     require_fit(pattern, k)
-    hessian = hessian.clone()
-    dead = hessian.diagonal() == 0
-    hessian.diagonal()[dead] = 1.0
-    factor = inverse_cholesky(hessian, dampening_frac)
-    remaining = torch.where(dead, torch.zeros_like(weight), weight)
+    factor = feedback.factor
+    remaining = torch.where(feedback.dead, torch.zeros_like(weight), weight)
     mask = torch.zeros_like(weight, dtype=torch.bool)
     step = _BLOCK if pattern.run is None else pattern.run * max(1, _BLOCK // pattern.run)
     for start in range(0, k, step):

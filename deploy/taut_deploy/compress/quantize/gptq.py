@@ -6,6 +6,7 @@ importance, and columns may be visited in order of importance while groups stay 
 ("static" act-order), so the stored layout is plain and needs no index.
 """
 
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -18,49 +19,76 @@ _LAZY_BLOCK = 128
 _MAX_DAMPENING = 1.0
 
 
+@dataclass(frozen=True)
+class Feedback:
+    """How an error is pushed onto channels not yet rounded: the same for all layers of an input.
+
+    Args:
+        importance: [K] the Hessian's diagonal, 1 where a channel is never active.
+        dead: [K] bool, channels that are never active.
+        order: [K] int64, the order in which channels are visited.
+        factor: [K, K] from :func:`inverse_cholesky`, in that order.
+    """
+
+    importance: torch.Tensor
+    dead: torch.Tensor
+    order: torch.Tensor
+    factor: torch.Tensor
+
+
+def feedback_of(
+    hessian: torch.Tensor, *, dampening_frac: float = 0.01, act_order: bool = True
+) -> Feedback:
+    """Prepare an input for :func:`quantize_weight`.
+
+    Args:
+        hessian: [K, K] fp32, mean of ``x xᵀ`` over calibration tokens.
+        dampening_frac: share of the mean diagonal added to the diagonal; grows tenfold while the
+            matrix is not positive definite.
+        act_order: visit columns by falling diagonal.
+
+    Raises:
+        ValueError: the Hessian is not finite, or not positive definite at any dampening tried.
+    """
+    hessian = hessian.clone()
+    dead = hessian.diagonal() == 0
+    hessian.diagonal()[dead] = 1.0
+    importance = hessian.diagonal().clone()
+    order = (
+        importance.argsort(descending=True, stable=True)
+        if act_order
+        else torch.arange(len(importance), device=hessian.device)
+    )
+    hessian = hessian[order][:, order]  # instead of the other copy, which is as large as a block
+    return Feedback(importance, dead, order, inverse_cholesky(hessian, dampening_frac))
+
+
 def quantize_weight(
     weight: torch.Tensor,
-    hessian: torch.Tensor,
+    feedback: Feedback,
     spec: Spec[C],
     *,
-    dampening_frac: float = 0.01,
-    act_order: bool = True,
     mask: torch.Tensor | None = None,
 ) -> C:
     """Quantise one linear layer's weight against its input statistics.
 
     Args:
         weight: [N, K] fp32.
-        hessian: [K, K] fp32, mean of ``x xᵀ`` over calibration tokens.
+        feedback: of its input, from :func:`feedback_of`.
         spec: the grid's shape, of any element type.
-        dampening_frac: share of the mean diagonal added to the diagonal; grows tenfold while the
-            matrix is not positive definite.
-        act_order: visit columns by falling diagonal.
         mask: [N, K] bool, False where a weight was pruned: it stays zero, and what it would have
             become is pushed onto the channels not yet rounded.
 
     Returns:
         Codes with scales and zero points, in the original column order.
     """
-    k = weight.shape[1]
-    hessian = hessian.clone()
-    dead = hessian.diagonal() == 0
-    hessian.diagonal()[dead] = 1.0
-    weight = torch.where(dead, torch.zeros_like(weight), weight)
-    grid = spec.fit(weight, hessian.diagonal())
-
-    order = (
-        hessian.diagonal().argsort(descending=True, stable=True)
-        if act_order
-        else torch.arange(k, device=weight.device)
-    )
-    hessian = hessian[order][:, order]  # instead of the other copy, which is as large as a block
-    factor = inverse_cholesky(hessian, dampening_frac)
-    del hessian
+    weight = torch.where(feedback.dead, torch.zeros_like(weight), weight)
+    grid = spec.fit(weight, feedback.importance)
+    order = feedback.order
     # Input channels are rows from here on, so that one visited channel is contiguous memory.
     kept = None if mask is None else mask.T[order].contiguous()
     visited = _round_with_feedback(
-        weight.T[order].contiguous(), factor, grid.by_column(order), kept
+        weight.T[order].contiguous(), feedback.factor, grid.by_column(order), kept
     )
     rounded = torch.empty_like(visited)
     rounded[order] = visited

@@ -157,8 +157,9 @@ def fit_grid(
     best_error = torch.full(grouped.shape[:2], torch.inf, device=weight.device)
     best_scale = torch.zeros_like(best_error)
     best_zero = torch.zeros_like(best_error)
+    ends = _ends(grouped, spec)
     for shrink in _SHRINK_FACTORS if spec.num_bits < 8 else (1.0,):
-        scale, zero = _range_grid(grouped, spec, shrink)
+        scale, zero = _range_grid(ends, spec, shrink)
         codes = _round_codes(grouped, scale, zero, spec)
         codes.sub_(zero[..., None]).mul_(scale[..., None])  # now the weights they stand for
         error = codes.sub_(grouped).square_().mul_(cost).sum(-1)
@@ -189,18 +190,24 @@ def encode(
     return _round_codes(grouped, scale.float(), zeros.float(), spec).view(n, k)
 
 
+def _ends(grouped: torch.Tensor, spec: GridSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ends of each group's range, both [N, G]: zero in it, or in its middle."""
+    if spec.symmetric:
+        absmax = grouped.abs().amax(-1)
+        return -absmax, absmax
+    return grouped.amin(-1).clamp(max=0.0), grouped.amax(-1).clamp(min=0.0)
+
+
 def _range_grid(
-    grouped: torch.Tensor, spec: GridSpec, shrink: float
+    ends: tuple[torch.Tensor, torch.Tensor], spec: GridSpec, shrink: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scale and zero point of each group's range shrunk by ``shrink``; both [N, G] fp32."""
     tiny = torch.finfo(torch.float32).tiny
+    low, high = (end * shrink for end in ends)
     if spec.symmetric:
-        absmax = grouped.abs().amax(-1) * shrink
         # Half a step below absmax, so that both ends of the signed range are used.
-        scale = (absmax / ((spec.high - spec.low) / 2)).to(spec.scale_dtype).float()
+        scale = (high / ((spec.high - spec.low) / 2)).to(spec.scale_dtype).float()
         return _nonzero(scale, tiny), torch.zeros_like(scale)
-    low = grouped.amin(-1).clamp(max=0.0) * shrink
-    high = grouped.amax(-1).clamp(min=0.0) * shrink
     scale = _nonzero(((high - low) / (spec.high - spec.low)).to(spec.scale_dtype).float(), tiny)
     zero = (spec.low - low / scale).round().clamp(spec.low, spec.high)
     return scale, zero

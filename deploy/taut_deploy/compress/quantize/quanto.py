@@ -5,7 +5,8 @@ codes and scales are written as they are, so that a checkpoint holds the weights
 ``quantize`` and ``freeze`` of the library would leave in the model.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from taut_deploy.compress.formats.activations import Activations
 from taut_deploy.compress.formats.float8 import Float8Format
 from taut_deploy.compress.formats.integer import PackedIntegerFormat
 from taut_deploy.compress.formats.protocol import WeightFormat
+from taut_deploy.compress.layers_at_once import solve_layers
 from taut_deploy.compress.quantize.float8 import Float8Spec, Float8Weight
 from taut_deploy.compress.quantize.grid import GridSpec, QuantizedWeight
 from taut_deploy.compress.quantize.protocol import Codes
@@ -43,12 +45,21 @@ def quanto(state: BlockState, index: int, stage: Quanto) -> None:
     Raises:
         ModelError: a weight is not finite, or has a row of zeros; names the layer.
     """
-    for layer in state.of_stage(index):
-        if not isinstance(layer.format, WeightFormat):
-            raise TypeError(f"{layer.name}: a quantised layer has a format")
-        with single_thread():
-            codes = _rounded(layer, stage, layer.format)
-        layer.store(layer.format.store(codes, layer.group.absmax), stage.method)
+    layers = state.of_stage(index)
+    found = solve_layers(partial(_all_rounded, stage=stage), layers, state.devices)
+    for layer, codes in zip(layers, found, strict=True):
+        layer.store(_format_of(layer).store(codes, layer.group.absmax), stage.method)
+
+
+def _format_of(layer: LayerState) -> WeightFormat:
+    if not isinstance(layer.format, WeightFormat):
+        raise TypeError(f"{layer.name}: a quantised layer has a format")
+    return layer.format
+
+
+def _all_rounded(layers: Sequence[LayerState], *, stage: Quanto) -> list[Codes]:
+    with single_thread():
+        return [_rounded(layer, stage, _format_of(layer)) for layer in layers]
 
 
 def _rounded(layer: LayerState, stage: Quanto, kept: WeightFormat) -> Codes:

@@ -1,6 +1,6 @@
 """The ``quantize`` stage: layers are rounded onto the grid of their format and stored so."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -9,13 +9,14 @@ import torch
 
 from taut_deploy.compress.formats.protocol import WeightFormat
 from taut_deploy.compress.formats.registry import weight_format
+from taut_deploy.compress.layers_at_once import solve_layers
 from taut_deploy.compress.quantize import gptq, hqq, rtn
 from taut_deploy.compress.quantize.float8 import Float8Spec
 from taut_deploy.compress.quantize.grid import GridSpec
 from taut_deploy.compress.quantize.joined import joined_specs
 from taut_deploy.compress.quantize.learned import learn_in_block
 from taut_deploy.compress.quantize.protocol import Codes
-from taut_deploy.compress.quantize.rounding import start_from
+from taut_deploy.compress.quantize.rounding import Start, start_from
 from taut_deploy.compress.state import BlockState, LayerState
 from taut_deploy.compress.threads import single_thread
 from taut_deploy.errors import RecipeError
@@ -60,12 +61,10 @@ def quantize(state: BlockState, index: int, stage: Quantize) -> None:
     if stage.algorithm == "round":
         _learn_rounding(state, index, stage)
         return
-    specs = joined_specs(state.of_stage(index))
-    for layer in state.of_stage(index):
-        kept = _format_of(layer)
-        with single_thread():
-            codes = _rounded(layer, stage, specs[layer.name])
-        layer.store(kept.store(codes, layer.group.absmax), stage.algorithm)
+    layers = state.of_stage(index)
+    solve = partial(_rounded, stage=stage, specs=joined_specs(layers))
+    for layer, codes in zip(layers, solve_layers(solve, layers, state.devices), strict=True):
+        layer.store(_format_of(layer).store(codes, layer.group.absmax), stage.algorithm)
 
 
 def _format_of(layer: LayerState) -> WeightFormat:
@@ -77,13 +76,10 @@ def _format_of(layer: LayerState) -> WeightFormat:
 def _learn_rounding(state: BlockState, index: int, stage: Quantize) -> None:
     """Begin at GPTQ's codes, then tune all layers of the stage by the block's output."""
     layers = state.named_of_stage(index)
-    starts = {}
-    for name, layer in layers.items():
-        kept = _format_of(layer)
-        with single_thread():
-            codes: Any = _rounded(layer, stage, kept.spec)
-        spec: Any = kept.spec
-        starts[name] = start_from(layer.sound_weight(), codes, spec, layer.mask)
+    solve = partial(_started, stage=stage)
+    found = solve_layers(solve, layers.values(), state.devices)
+    starts = dict(zip(layers, found, strict=True))
+    for layer in layers.values():
         layer.methods.append("gptq")
     with _inputs_rounded(layers.values()):
         learned = learn_in_block(state, starts, stage.steps or _ROUNDING_STEPS)
@@ -107,21 +103,37 @@ def _inputs_rounded(layers: Iterable[LayerState]) -> Iterator[None]:
             handle.remove()
 
 
-def _rounded(layer: LayerState, stage: Quantize, spec: Any) -> Codes:
-    weight = layer.sound_weight()
-    if stage.algorithm == "hqq":
-        return hqq.quantize_weight(weight, spec)
-    if stage.algorithm == "rtn" or layer.group.hessian is None:
-        # AWQ clips ranges by the error of the output; plain rounding knows no data.
-        importance = layer.hessian().diagonal() if "awq" in layer.methods else None
-        codes: Codes = rtn.quantize_weight(weight, spec, importance)
-        return codes
-    rounded: Codes = gptq.quantize_weight(
-        weight,
-        layer.hessian(),
-        spec,
-        dampening_frac=stage.dampening_frac,
-        act_order=stage.act_order,
-        mask=layer.mask,
-    )
-    return rounded
+def _rounded(
+    layers: Sequence[LayerState], *, stage: Quantize, specs: Mapping[str, Any]
+) -> list[Codes]:
+    """The codes of layers that read one input."""
+    with single_thread():
+        if stage.algorithm == "hqq":
+            return [hqq.quantize_weight(one.sound_weight(), specs[one.name]) for one in layers]
+        if stage.algorithm == "rtn" or layers[0].group.hessian is None:
+            return [_nearest(one, specs[one.name]) for one in layers]
+        weights = [layer.sound_weight() for layer in layers]
+        feedback = gptq.feedback_of(
+            layers[0].hessian(), dampening_frac=stage.dampening_frac, act_order=stage.act_order
+        )
+        return [
+            gptq.quantize_weight(weight, feedback, specs[layer.name], mask=layer.mask)
+            for weight, layer in zip(weights, layers, strict=True)
+        ]
+
+
+def _nearest(layer: LayerState, spec: Any) -> Codes:
+    # AWQ clips ranges by the error of the output; plain rounding knows no data.
+    importance = layer.hessian().diagonal() if "awq" in layer.methods else None
+    codes: Codes = rtn.quantize_weight(layer.sound_weight(), spec, importance)
+    return codes
+
+
+def _started(layers: Sequence[LayerState], *, stage: Quantize) -> list[Start]:
+    """GPTQ's codes of layers that read one input, as the begin of a search."""
+    specs: dict[str, Any] = {layer.name: _format_of(layer).spec for layer in layers}
+    rounded: list[Any] = _rounded(layers, stage=stage, specs=specs)
+    return [
+        start_from(layer.sound_weight(), codes, specs[layer.name], layer.mask)
+        for layer, codes in zip(layers, rounded, strict=True)
+    ]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from taut_deploy.compress.quantize.gptq import inverse_cholesky
+from taut_deploy.compress.quantize.gptq import Feedback
 
 _KMEANS_STEPS = 25
 _LAZY_BLOCK = 128
@@ -72,9 +72,9 @@ class CodebookWeight:
 def quantize_weight(
     weight: torch.Tensor,
     hessian: torch.Tensor,
+    feedback: Feedback,
     spec: CodebookSpec,
     *,
-    dampening_frac: float = 0.01,
     refits: int = 2,
 ) -> CodebookWeight:
     """Find a book and codes for one layer.
@@ -82,30 +82,26 @@ def quantize_weight(
     Args:
         weight: [N, K] fp32.
         hessian: [K, K] fp32, mean of ``x xᵀ`` over calibration tokens.
+        feedback: of that Hessian, channels in order of importance.
         spec: shape of the book.
-        dampening_frac: share of the mean diagonal added to the diagonal.
         refits: how often the book is fitted to the codes and the codes chosen anew.
 
     Returns:
         The codes and books of least output error among all passes.
 
     Raises:
-        ValueError: the spec does not fit the layer, or the Hessian is not finite.
+        ValueError: the spec does not fit the layer.
     """
     n, k = weight.shape
     spec.require_fit(n, k)
     hessian = hessian.clone()
-    dead = hessian.diagonal() == 0
-    hessian.diagonal()[dead] = 1.0
-    weight = torch.where(dead, torch.zeros_like(weight), weight)
-    importance = hessian.diagonal()
+    hessian.diagonal()[feedback.dead] = 1.0
+    weight = torch.where(feedback.dead, torch.zeros_like(weight), weight)
     scale = _scales(weight, spec)
-    book = _kmeans(weight, importance, scale, spec)
-    order = importance.argsort(descending=True, stable=True)
-    factor = inverse_cholesky(hessian[order][:, order], dampening_frac)
+    book = _kmeans(weight, feedback.importance, scale, spec)
     best: tuple[float, CodebookWeight] | None = None
     for attempt in range(refits + 1):
-        codes = _round_with_feedback(weight, factor, order, scale, book)
+        codes = _round_with_feedback(weight, feedback, scale, book)
         found = CodebookWeight(codes, book, scale)
         # The book that suits these codes best is also where the next pass begins.
         book = _refit_book(weight, hessian, found).to(spec.stored_dtype)
@@ -183,14 +179,11 @@ def _clusters(
 
 
 def _round_with_feedback(
-    weight: torch.Tensor,
-    factor: torch.Tensor,
-    order: torch.Tensor,
-    scale: torch.Tensor,
-    book: torch.Tensor,
+    weight: torch.Tensor, feedback: Feedback, scale: torch.Tensor, book: torch.Tensor
 ) -> torch.Tensor:
     """GPTQ's loop with the book as the grid; returns [N, K] uint8."""
     n, k = weight.shape
+    factor, order = feedback.factor, feedback.order
     remaining = weight.T[order].contiguous()
     channel_scale = scale.float().T[order // (k // scale.shape[1])]
     rows = book.float().repeat_interleave(n // book.shape[0], 0)

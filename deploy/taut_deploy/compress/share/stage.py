@@ -1,6 +1,11 @@
 """The ``palettize`` stage: every weight becomes an index into a small book of values."""
 
+from collections.abc import Sequence
+from functools import partial
+
 from taut_deploy.compress.formats.codebook import CodebookFormat, StoredCodebook
+from taut_deploy.compress.layers_at_once import solve_layers
+from taut_deploy.compress.quantize.gptq import feedback_of
 from taut_deploy.compress.reconstruct import Indexed, reconstruct
 from taut_deploy.compress.share.codebook import CodebookWeight, in_rising_order, quantize_weight
 from taut_deploy.compress.share.learned import learn_indices
@@ -15,16 +20,9 @@ def palettize(state: BlockState, index: int, stage: Palettize) -> None:
     Raises:
         ModelError: a weight or an input is not finite; names the layer.
     """
-    coded: dict[str, CodebookWeight] = {}
-    for name, layer in state.named_of_stage(index).items():
-        with single_thread():
-            coded[name] = quantize_weight(
-                layer.sound_weight(),
-                layer.hessian(),
-                _format_of(layer).spec,
-                dampening_frac=stage.dampening_frac,
-                refits=stage.refits,
-            )
+    layers = state.named_of_stage(index)
+    found = solve_layers(partial(_coded, stage=stage), layers.values(), state.devices)
+    coded = dict(zip(layers, found, strict=True))
     method: str = stage.method
     if stage.steps is not None:
         coded = _reconstructed(state, learn_indices(state, coded, stage.steps), stage.steps)
@@ -32,6 +30,23 @@ def palettize(state: BlockState, index: int, stage: Palettize) -> None:
     for name, weight in coded.items():
         layer = state.layers[name]
         layer.store(StoredCodebook(_format_of(layer), weight), method)
+
+
+def _coded(layers: Sequence[LayerState], *, stage: Palettize) -> list[CodebookWeight]:
+    """Books and indices of layers that read one input."""
+    with single_thread():
+        hessian = layers[0].hessian()
+        feedback = feedback_of(hessian, dampening_frac=stage.dampening_frac)
+        return [
+            quantize_weight(
+                layer.sound_weight(),
+                hessian,
+                feedback,
+                _format_of(layer).spec,
+                refits=stage.refits,
+            )
+            for layer in layers
+        ]
 
 
 def _reconstructed(

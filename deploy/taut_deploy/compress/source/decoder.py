@@ -65,7 +65,7 @@ def make_skeleton(model: Any, stored: Mapping[str, Any]) -> Skeleton:
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    decoder, layers = _find_decoder(model)
+    decoder, layers = find_decoder(model)
     conversions = get_model_conversion_mapping(model)
     new_names = renamed(model, stored, conversions)
     places = {new: Place(name) for name, new in new_names.items()}
@@ -124,7 +124,7 @@ def _take_apart(
         places[f"{expert}.{names.down}.weight"] = Place(down.stored, index, turned=turned)
 
 
-def _find_decoder(model: Any) -> tuple[str, nn.ModuleList]:
+def find_decoder(model: Any) -> tuple[str, nn.ModuleList]:
     """The list of decoder blocks and its name; of a model with a vision part, that of its text."""
     text = model.get_decoder() if hasattr(model, "get_decoder") else None
     root = text if isinstance(text, nn.Module) else model

@@ -8,50 +8,42 @@ from typing import Any
 import torch
 
 from taut_deploy.checkpoint import Manifest, is_checkpoint, read_manifest, seal
-from taut_deploy.compress.dense import load_dense
 from taut_deploy.compress.golden import golden_of
 from taut_deploy.compress.job import compute_dtype, library_versions, stored_dtype
 from taut_deploy.compress.train.curve import CSV, PNG, write_curve
 from taut_deploy.compress.train.export import write_checkpoint
-from taut_deploy.compress.train.loop import Progress, Trainer, judge
+from taut_deploy.compress.train.job import DistilJob, open_models, require_shared
+from taut_deploy.compress.train.loop import STATE, Progress, Trainer, judge, restore_masters
 from taut_deploy.compress.train.losses import Objective
 from taut_deploy.compress.train.optimizer import require_optimizer
-from taut_deploy.compress.train.settings import TrainSettings
-from taut_deploy.compress.train.student import Student, open_student
+from taut_deploy.compress.train.parts import Alone
+from taut_deploy.compress.train.ranks import run_ranks
+from taut_deploy.compress.train.sharded import TEXT, train_rank
+from taut_deploy.compress.train.student import Student
 from taut_deploy.compress.train.text import TrainingText, read_text, require_in_vocabulary
 from taut_deploy.compress.workspace import Workspace, finished_result, sole_writer
 from taut_deploy.errors import ModelError
 from taut_deploy.files import sha256_json, write_json_atomically
-from taut_deploy.models.directory import read_config
 from taut_deploy.models.pretrained import load_tokenizer
-from taut_deploy.models.store import ModelRecord
 
 
 @dataclass(frozen=True)
-class DistilJob:
-    """One request to train.
+class _Trained:
+    """What training left.
 
     Args:
-        student: compressed checkpoint, pruned or shrunk model.
-        teacher: the model it was made from, or None where the settings need none.
-        output: checkpoint to make; must not exist, or be this very one.
-        text: ``corpus``, or files.
-        settings: of the training.
-        cache: where the corpus is kept.
-        device: ``cpu`` or ``cuda``.
-        resume: continue what an interrupted run left.
-        trust_remote_code: let the models' own Python code run.
+        student: with the weights it ended with.
+        workspace: of the run.
+        history: of the loss, a row a step.
+        held_out: losses before and after.
+        fused: whether logits were never made.
     """
 
-    student: ModelRecord
-    teacher: ModelRecord | None
-    output: Path
-    text: tuple[str, ...]
-    settings: TrainSettings
-    cache: Path
-    device: str = "cpu"
-    resume: bool = True
-    trust_remote_code: bool = False
+    student: Student
+    workspace: Workspace
+    history: list[list[float]]
+    held_out: dict[str, dict[str, float]]
+    fused: bool
 
 
 def distil(job: DistilJob, progress: Progress = lambda done, total, what: None) -> Manifest:
@@ -67,6 +59,7 @@ def distil(job: DistilJob, progress: Progress = lambda done, total, what: None) 
             "--teacher: give the model that the student was made from; without one only "
             "cross_entropy can be trained for"
         )
+    require_shared(job)
     require_optimizer(job.settings)
     with sole_writer(job.output, "taut distil"):
         return _Run(job, progress).execute()
@@ -90,16 +83,21 @@ class _Run:
         if finished is not None:
             return finished
         started = time.monotonic()
-        teacher = None if job.teacher is None else _load_teacher(job)
-        student = open_student(
-            self._directory,
-            settings,
-            job.device,
-            teacher=None if job.teacher is None else Path(job.teacher.path),
-            trust_remote_code=job.trust_remote_code,
-        )
+        done = self._train_on_devices() if job.devices else self._train_here()
+        student, workspace = done.student, done.workspace
+        self._progress(settings.steps, settings.steps, "writing the checkpoint")
+        student.model.eval()
+        write_checkpoint(student, workspace)
+        write_curve(workspace.directory, done.history)
+        self._write_log(workspace, time.monotonic() - started, done.fused)
+        sealed = seal(workspace.directory, self._manifest(student, done.held_out))
+        workspace.publish()
+        return sealed
+
+    def _train_here(self) -> _Trained:
+        job, settings = self._job, self._job.settings
+        student, teacher = open_models(job)
         require_in_vocabulary(self._text, student.model.get_input_embeddings().weight.shape[0])
-        _prepare(student, settings)
         objective = Objective(student.model, teacher, settings, job.device)
         workspace = Workspace(job.output, self._fingerprint(), job.resume)
         before = self._judged("before", workspace, student, objective)
@@ -107,15 +105,25 @@ class _Run:
         student.model.train()
         trainer.run(self._text.trained, self._progress)
         after = self._judged("after", workspace, student, objective)
-        self._progress(settings.steps, settings.steps, "writing the checkpoint")
-        student.model.eval()
-        write_checkpoint(student, workspace)
-        write_curve(workspace.directory, trainer.history)
-        self._write_log(workspace, time.monotonic() - started, objective.fused)
-        manifest = self._manifest(student, {"before": before, "after": after})
-        sealed = seal(workspace.directory, manifest)
-        workspace.publish()
-        return sealed
+        held_out = {"before": before, "after": after}
+        return _Trained(student, workspace, trainer.history, held_out, objective.fused)
+
+    def _train_on_devices(self) -> _Trained:
+        """Train in a process for each device; the student is put together here, on the CPU."""
+        job = self._job
+        workspace = Workspace(job.output, self._fingerprint(), job.resume)
+        workspace.save_tensors(
+            TEXT, {"trained": self._text.trained, "held_out": self._text.held_out}
+        )
+        known = {when: workspace.committed(f"judged-{when}") for when in ("before", "after")}
+        judged = {when: value for when, value in known.items() if value is not None}
+        given = (job, self._fingerprint(), judged)
+        found = run_ranks(train_rank, job.devices, given, self._progress)
+        student, _ = open_models(replace(job, teacher=None), held_on="cpu")
+        state = workspace.tensors(STATE) or {}
+        restore_masters(student.trained(job.settings), state, Alone())
+        held_out = {when: found[when] for when in ("before", "after")}
+        return _Trained(student, workspace, state["history"].tolist(), held_out, found["fused"])
 
     def _read_text(self) -> TrainingText:
         job, settings = self._job, self._job.settings
@@ -170,6 +178,7 @@ class _Run:
             "device": card,
             "threads": torch.get_num_threads(),
             "dtype": str(compute_dtype(stored, job.device)),
+            **({"devices": list(job.devices)} if job.devices else {}),
         }
 
     def _write_log(self, workspace: Workspace, seconds: float, fused: bool) -> None:
@@ -230,26 +239,6 @@ def _trained(layer: dict[str, Any]) -> dict[str, Any]:
     """A layer's report after training: its one-shot error is not its error any more."""
     kept = {key: value for key, value in layer.items() if key != "relative_error"}
     return {**kept, "method": f"{layer.get('method', '')}+trained"}
-
-
-def _prepare(student: Student, settings: TrainSettings) -> None:
-    """Say what takes gradients, and whether activations are kept."""
-    for value in student.model.parameters():
-        value.requires_grad_(False)
-    for value in student.trained(settings).values():
-        value.requires_grad_(True)
-    if settings.gradient_checkpointing:
-        student.model.gradient_checkpointing_enable({"use_reentrant": False})
-
-
-def _load_teacher(job: DistilJob) -> Any:
-    directory = Path(str(job.teacher and job.teacher.path))
-    entry = read_config(directory).get("quantization_config")
-    if entry is not None:
-        raise ModelError(
-            f"--teacher {directory}: is quantised itself; give the model it was made from"
-        )
-    return load_dense(directory, job.device, trust_remote_code=job.trust_remote_code)
 
 
 def _require_pair(student: Path, teacher: Path, trusted: bool) -> None:

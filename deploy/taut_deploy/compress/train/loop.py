@@ -3,7 +3,7 @@
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from taut_deploy.compress.train.optimizer import (
     restore_moments,
     set_rate,
 )
+from taut_deploy.compress.train.parts import Alone, own_name
 from taut_deploy.compress.train.schedule import rate_at, rows_at
 from taut_deploy.compress.train.settings import TrainSettings
 from taut_deploy.compress.workspace import Workspace
@@ -40,6 +41,7 @@ class Trainer:
         settings: of the run.
         workspace: where states are kept.
         device: of the masters.
+        parts: this process among those that share the work.
     """
 
     def __init__(
@@ -49,7 +51,9 @@ class Trainer:
         settings: TrainSettings,
         workspace: Workspace,
         device: str,
+        parts: Alone | None = None,
     ) -> None:
+        self._parts = parts or Alone()
         self._masters, self._objective = masters, objective
         self._settings, self._workspace, self._device = settings, workspace, device
         self._optimizer = make_optimizer(masters, settings)
@@ -83,13 +87,15 @@ class Trainer:
         set_rate(self._optimizer, rate := settings.learning_rate * share)
         batches = torch.split(sequences, min(settings.micro_batch, settings.batch_size))
         sums: dict[str, torch.Tensor] = {}
-        for tokens in batches:
+        mine = self._parts.share(batches)
+        for tokens in mine:
             losses = self._objective(tokens.to(self._device))
-            (losses.total / len(batches)).backward()  # type: ignore[no-untyped-call]
+            (losses.total / len(mine)).backward()  # type: ignore[no-untyped-call]
             for name, value in {"loss": losses.total.detach(), **losses.parts}.items():
-                sums[name] = sums.get(name, 0.0) + value.float() / len(batches)
-        norm = float(nn.utils.clip_grad_norm_(self._masters.values(), settings.clip))
-        loss = float(sums["loss"])
+                sums[name] = sums.get(name, 0.0) + value.float() / len(mine)
+        sums = {name: self._parts.mean(value) for name, value in sums.items()}
+        found = nn.utils.clip_grad_norm_(self._masters.values(), settings.clip)
+        norm, loss = float(self._parts.whole(found)), float(sums["loss"])
         if not (math.isfinite(norm) and math.isfinite(loss)):
             raise _not_finite(step)
         self._optimizer.step()
@@ -99,36 +105,57 @@ class Trainer:
         return [float(step + 1), float(tokens_seen), loss, *parts, rate, norm]
 
     def _save(self, step: int) -> None:
-        state: dict[str, torch.Tensor] = {
+        held: dict[str, torch.Tensor] = {
             f"master|{name}": value for name, value in self._masters.items()
         }
-        state |= {f"moment|{name}": value for name, value in moments(self._optimizer).items()}
-        state["history"] = torch.tensor(self.history, dtype=torch.float64)
-        state["random|cpu"] = torch.get_rng_state()
+        held |= {f"moment|{name}": value for name, value in moments(self._optimizer).items()}
+        state: dict[str, torch.Tensor] = {}
+        for name, value in held.items():
+            whole = self._parts.whole(value.detach())  # which all processes take part in
+            if self._parts.rank == 0:
+                state[name] = whole.cpu()  # a card holds no more than one of them
+        random = {"random|cpu": torch.get_rng_state()}
         if self._device != "cpu":
-            state["random|cuda"] = torch.cuda.get_rng_state()
+            random["random|cuda"] = torch.cuda.get_rng_state()
+        state |= self._parts.random_states(random)
+        state["history"] = torch.tensor(self.history, dtype=torch.float64)
         state["step"] = torch.tensor(step)
-        self._workspace.save_tensors(STATE, state)
+        if self._parts.rank == 0:
+            self._workspace.save_tensors(STATE, state)
 
     def _restore(self) -> int:
         state = self._workspace.tensors(STATE)
         if state is None:
-            torch.manual_seed(self._settings.seed)
+            torch.manual_seed(self._settings.seed + self._parts.rank)
             return 0
-        with torch.no_grad():
-            for name, value in self._masters.items():
-                value.copy_(state[f"master|{name}"])
+        restore_masters(self._masters, state, self._parts)
         taken = {
             name.removeprefix("moment|"): value
             for name, value in state.items()
             if name.startswith("moment|")
         }
-        restore_moments(self._optimizer, taken)
-        torch.set_rng_state(state["random|cpu"])
+        restore_moments(self._optimizer, taken, self._parts.part)
+        rank = self._parts.rank
+        torch.set_rng_state(state[own_name("random|cpu", rank)])
         if self._device != "cpu":
-            torch.cuda.set_rng_state(state["random|cuda"])
+            torch.cuda.set_rng_state(state[own_name("random|cuda", rank)])
         self.history = state["history"].tolist()
         return int(state["step"])
+
+
+@torch.no_grad()
+def restore_masters(
+    masters: Mapping[str, nn.Parameter], state: Mapping[str, torch.Tensor], parts: Alone
+) -> None:
+    """Put back the masters of a saved state, :data:`STATE`.
+
+    Args:
+        masters: what is trained, by name.
+        state: as it was saved.
+        parts: this process among those that share the work.
+    """
+    for name, value in masters.items():
+        value.copy_(parts.part(state[f"master|{name}"], value))
 
 
 def _not_finite(step: int) -> ModelError:

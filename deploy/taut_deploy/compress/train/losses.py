@@ -14,6 +14,8 @@ from taut_deploy.compress.train.settings import TrainSettings
 from taut_deploy.errors import ModelError
 
 _PROBE_TOKENS = 8
+BASE_FORWARD = "taut_base_forward"
+"""What a sharded model calls its base by, so that its own weights are put together for it."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,8 @@ class Objective:
     def _run(self, model: Any, tokens: torch.Tensor, hidden: bool) -> _Pass:
         head = model.get_output_embeddings()
         if self.fused:
-            out = model.base_model(input_ids=tokens, use_cache=False, output_hidden_states=hidden)
+            base = getattr(model, BASE_FORWARD, model.base_model)
+            out = base(input_ids=tokens, use_cache=False, output_hidden_states=hidden)
             last = out.last_hidden_state
             return _Pass(_states(out, last, hidden), last, head.weight, head.bias, None)
         out = model(input_ids=tokens, use_cache=False, output_hidden_states=True)

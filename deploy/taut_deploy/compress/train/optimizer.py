@@ -1,6 +1,6 @@
 """AdamW over master weights: torch's, or bitsandbytes' with 8-bit moments."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -62,16 +62,27 @@ def moments(optimizer: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def restore_moments(optimizer: Any, found: dict[str, torch.Tensor]) -> None:
-    """Put back what :func:`moments` took."""
+def restore_moments(
+    optimizer: Any,
+    found: dict[str, torch.Tensor],
+    part: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> None:
+    """Put back what :func:`moments` took.
+
+    Args:
+        optimizer: over the same masters.
+        found: by the names that they were given.
+        part: what is held here of a moment, whole, beside its master.
+    """
+    masters = [one for group in optimizer.param_groups for one in group["params"]]
     document = optimizer.state_dict()
     state: dict[int, dict[str, Any]] = {}
     for name, value in found.items():
         index, *path, key, kind = name.split("|")
         place = state.setdefault(int(index), {})
-        for part in path:
-            place = place.setdefault(part, {})
-        place[key] = value if kind == "tensor" else int(value)
+        for deeper in path:
+            place = place.setdefault(deeper, {})
+        place[key] = part(value, masters[int(index)]) if kind == "tensor" else int(value)
     document["state"] = state
     optimizer.load_state_dict(document)
 

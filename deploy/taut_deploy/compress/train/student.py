@@ -91,6 +91,7 @@ def open_student(
     *,
     teacher: Path | None = None,
     trust_remote_code: bool = False,
+    held_on: str | None = None,
 ) -> Student:
     """Load a checkpoint for training.
 
@@ -100,12 +101,13 @@ def open_student(
         device: ``cpu`` or ``cuda``.
         teacher: directory of the model it was made from, for ``start`` other than ``codes``.
         trust_remote_code: let the model's own Python code run.
+        held_on: device of the weights until they are moved; ``device`` if None.
 
     Raises:
         ModelError: a tensor is missing or of another shape, or the format cannot be trained.
     """
     stored = stored_dtype(directory)
-    compute = compute_dtype(stored, device)
+    compute, device = compute_dtype(stored, device), held_on or device
     config = load_config(directory, trust_remote_code=trust_remote_code)
     model = empty_model(config, compute, trust_remote_code=trust_remote_code)
     reader = WeightReader(directory)
