@@ -19,7 +19,7 @@ from taut_kernels.gemm.scaled_mm import lookup as tiles_scaled_mm
 from taut_kernels.gemm.scaled_mm import rule as tiles_scaled_mm_rule
 from taut_kernels.gemm.scaled_mm.tile import ScaledMmTile
 from taut_kernels.tuner import timing
-from tuning import tune_scaled_mm
+from tuning import scaled_mm_compile, tune_scaled_mm
 from tuning.scaled_mm_candidates import BUCKETS
 from tuning.scaled_mm_results import Final, parts_of_bucket
 
@@ -87,7 +87,7 @@ def without_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "measure", measure)
     # Of so small a layer 30,000 copies would go round; as many counters were made for each tile.
     monkeypatch.setattr(timing, "copies_needed", lambda _: 2)
-    monkeypatch.setattr(tune_scaled_mm, "launch", launch)
+    monkeypatch.setattr(scaled_mm_compile, "launch", launch)
     monkeypatch.setattr(tune_scaled_mm, "RIVALS", ("_int_mm",))
     monkeypatch.setattr(tune_scaled_mm, "VLLM", "_int_mm")
     monkeypatch.setattr(tune_scaled_mm, "make_layer", _layer)

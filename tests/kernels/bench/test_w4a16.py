@@ -26,6 +26,7 @@ from taut_kernels.gemm.w4a16.op import w4a16_gemm_ref
 from taut_kernels.tuner import timing, w4a16_stock
 from taut_kernels.tuner.w4a16_layer import Layer, blank_layer, empty_weight, make_layer
 from tuning import measured_table, tune_w4a16_decode, tune_w4a16_wgmma, w4a16_known_tiles
+from tuning.decode_ring_candidates import decode_ring_candidates
 
 N, K, ROWS = 48, 256, 20
 FORMATS = [
@@ -466,10 +467,10 @@ def test_a_tuner_takes_one_format_and_its_rows_say_so() -> None:
 def test_ring_candidates_of_a_format_keep_their_stages(group_size: int, has_zeros: bool) -> None:
     given = Format(group_size, has_zeros)
     for (wide, deep), M in itertools.product(shapes.PRODUCTS.values(), (16, 32, 64)):
-        for tile in tune_w4a16_wgmma.ring_candidates(wide, deep, M, given):
+        for tile in decode_ring_candidates(wide, deep, M, given):
             tokens = token_tiles(M)
             assert tile.stages_that_fit(tokens, group_size, has_zeros=has_zeros) == tile.stages
-    forms = {t.registers for t in tune_w4a16_wgmma.ring_candidates(8192, 8192, 16, given)}
+    forms = {t.registers for t in decode_ring_candidates(8192, 8192, 16, given)}
     assert (168 in forms) == (group_size == 32)
 
 
