@@ -4,6 +4,9 @@ vLLM asks a class what it can do (generate, embed, take images) before it config
 starts a process for that, so that nothing initialises CUDA too early. That process imports all of
 vLLM, ten seconds of a core at each start whose cache directory is new. A CPU has no CUDA to keep
 off, and the class is in a module of the same process a moment later.
+
+Models with a vision part want packages that text does not (torchvision): what is missing ends the
+worker in one line, where vLLM ends behind a page of tracebacks.
 """
 
 from __future__ import annotations
@@ -24,4 +27,10 @@ def inspect_here(registry: ModuleType) -> None:
 
 
 def _run_here(inspect: Callable[[], Any]) -> Any:
-    return inspect()
+    try:
+        return inspect()
+    except ModuleNotFoundError as error:
+        raise SystemExit(
+            f"taut: vLLM's class of this model imports {error.name}, which is not installed here; "
+            "install the one that fits this torch, and start the worker again"
+        ) from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -38,3 +39,19 @@ def test_classes_are_inspected_here(run_with_vllm: Any, tmp_path: Path) -> None:
         "BertModel BertEmbeddingModel False True",
     ]
     assert len(list(tmp_path.glob("modelinfos/*.json"))) == 2, "kept for later starts"
+
+
+def test_a_package_that_only_this_model_wants_is_named_in_one_line() -> None:
+    """As LLaVA's class wants torchvision, which is left out where text is served."""
+    from taut_kernels.vllm_plugin.model_inspection import inspect_here
+
+    registry = ModuleType("registry")
+    registry._run_in_subprocess = None  # type: ignore[attr-defined]
+    inspect_here(registry)
+
+    def inspect() -> None:
+        raise ModuleNotFoundError("No module named 'torchvision'", name="torchvision")
+
+    with pytest.raises(SystemExit, match="imports torchvision, which is not installed") as caught:
+        registry._run_in_subprocess(inspect)
+    assert "\n" not in str(caught.value)
