@@ -50,17 +50,16 @@ def feedback_of(
     Raises:
         ValueError: the Hessian is not finite, or not positive definite at any dampening tried.
     """
-    hessian = hessian.clone()
     dead = hessian.diagonal() == 0
-    hessian.diagonal()[dead] = 1.0
     importance = hessian.diagonal().clone()
+    importance[dead] = 1.0
     order = (
         importance.argsort(descending=True, stable=True)
         if act_order
         else torch.arange(len(importance), device=hessian.device)
     )
-    hessian = hessian[order][:, order]  # instead of the other copy, which is as large as a block
-    return Feedback(importance, dead, order, inverse_cholesky(hessian, dampening_frac))
+    factor = inverse_cholesky(hessian, importance, order, dampening_frac)
+    return Feedback(importance, dead, order, factor)
 
 
 def quantize_weight(
@@ -95,20 +94,31 @@ def quantize_weight(
     return grid.encode(rounded.T.contiguous())
 
 
-def inverse_cholesky(hessian: torch.Tensor, dampening_frac: float) -> torch.Tensor:
-    """Upper Cholesky factor of the dampened Hessian's inverse, [K, K].
+def inverse_cholesky(
+    hessian: torch.Tensor, diagonal: torch.Tensor, order: torch.Tensor, dampening_frac: float
+) -> torch.Tensor:
+    """Upper Cholesky factor of the dampened Hessian's inverse, [K, K], channels in their order.
+
+    No more than two matrices are held beside the Hessian: one of a wide layer is as large as a
+    block.
+
+    Args:
+        hessian: [K, K] fp32; stays as it is.
+        diagonal: [K] to put in place of its own.
+        order: [K] int64, of the factor's channels.
+        dampening_frac: as :func:`feedback_of` takes it.
 
     Raises:
         ValueError: if the Hessian is not finite, or not positive definite at any dampening tried.
     """
     if not torch.isfinite(hessian).all():
         raise ValueError("the Hessian holds NaN or infinity: calibration activations overflowed")
-    mean = hessian.diagonal().mean()
+    diagonal = diagonal[order]
     while dampening_frac <= _MAX_DAMPENING:
-        dampened = hessian.clone()
-        dampened.diagonal().add_(dampening_frac * mean)
+        dampened = hessian[order][:, order]
+        dampened.diagonal().copy_(diagonal + dampening_frac * diagonal.mean())
         lower, failed = torch.linalg.cholesky_ex(dampened)
-        del dampened  # no more than two at a time
+        del dampened
         if not failed:
             inverse = torch.cholesky_inverse(lower)
             del lower
@@ -116,6 +126,7 @@ def inverse_cholesky(hessian: torch.Tensor, dampening_frac: float) -> torch.Tens
             upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
             if not failed:
                 return upper
+            del inverse, upper
         dampening_frac *= 10
     raise ValueError("the Hessian is not positive definite even with 100 % dampening")
 
