@@ -40,6 +40,8 @@ WAITING = ("chart", "service")
 """Each folder in them is of a job of the third track, but for what is named elsewhere. It has the
 folders of no room and this folder's own tests, too."""
 ALONE = (
+    "deploy/test_bench_gateway.py",
+    "deploy/test_bench_gateway_guard.py",
     "deploy/test_mock_engine.py",
     "deploy/test_validate_latency.py",
     "service/test_faults_named.py",
