@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from taut_deploy.errors import ModelError
-from taut_deploy.models.pretrained import generating_class, reason_of
+from taut_deploy.models.pretrained import declared_class, generating_class, reason_of
 
 
 def empty_model(config: Any, dtype: torch.dtype, *, trust_remote_code: bool = False) -> Any:
@@ -26,7 +26,7 @@ def empty_model(config: Any, dtype: torch.dtype, *, trust_remote_code: bool = Fa
     plain = copy.deepcopy(config)
     if hasattr(plain, "quantization_config"):
         del plain.quantization_config
-    for part in {id(each): each for each in (plain, plain.get_text_config())}.values():
+    for part in (plain, plain.get_text_config()):  # one and the same where there is only text
         for key, value in list(vars(part).items()):
             if "drop" in key and isinstance(value, float):
                 setattr(part, key, 0.0)
@@ -60,14 +60,11 @@ def _builder(config: Any, *, trust_remote_code: bool) -> tuple[Any, dict[str, An
     Raises:
         ModelError: the architecture does not generate text.
     """
-    import transformers
-
     if getattr(config, "is_encoder_decoder", False):
         raise no_causal_lm(config, "it is an encoder and a decoder")
-    declared = str((getattr(config, "architectures", None) or [""])[0])
-    own: Any = getattr(transformers, declared, None)
+    own = declared_class(config)
     if own is not None and not (hasattr(own, "can_generate") and own.can_generate()):
-        raise no_causal_lm(config, f"{declared} does not generate text")
+        raise no_causal_lm(config, f"{config.architectures[0]} does not generate text")
     built_by = generating_class(config)
     if built_by is own:
         return own._from_config, {}

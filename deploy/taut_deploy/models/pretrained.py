@@ -34,6 +34,14 @@ def load_config(directory: Path, *, trust_remote_code: bool = False) -> Any:
         raise ModelError(_unsupported(directory, document, error)) from error
 
 
+def declared_class(config: Any) -> Any | None:
+    """The class that a configuration names first; None where transformers has none of that name."""
+    import transformers
+
+    declared = str((getattr(config, "architectures", None) or [""])[0])
+    return getattr(transformers, declared, None)
+
+
 def generating_class(config: Any) -> Any:
     """The class of transformers that builds, or loads, what generates text of this configuration.
 
@@ -42,8 +50,7 @@ def generating_class(config: Any) -> Any:
     import transformers
 
     general: Any = transformers.AutoModelForCausalLM
-    declared = str((getattr(config, "architectures", None) or [""])[0])
-    own = getattr(transformers, declared, None)
+    own = declared_class(config)
     return general if own is None or type(config) in general._model_mapping else own
 
 
