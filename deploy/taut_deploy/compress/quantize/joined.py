@@ -1,4 +1,4 @@
-"""Grids of layers that vLLM joins into one, where they must share something."""
+"""Formats of quantised layers, and grids that layers share which vLLM joins into one."""
 
 from collections.abc import Collection
 from typing import Any
@@ -8,6 +8,13 @@ from taut_deploy.compress.quantize.float4 import Float4Spec
 from taut_deploy.compress.quantize.protocol import Spec
 from taut_deploy.compress.state import LayerState
 from taut_deploy.fused_layers import fused_groups
+
+
+def format_of(layer: LayerState) -> WeightFormat:
+    """The format that a quantised layer will be stored in."""
+    if not isinstance(layer.format, WeightFormat):
+        raise TypeError(f"{layer.name}: a quantised layer has a format")
+    return layer.format
 
 
 def joined_specs(layers: Collection[LayerState]) -> dict[str, Spec[Any]]:
@@ -23,11 +30,7 @@ def joined_specs(layers: Collection[LayerState]) -> dict[str, Spec[Any]]:
         ModelError: a weight is not finite; names the layer.
     """
     by_name = {layer.name: layer for layer in layers}
-    specs: dict[str, Spec[Any]] = {}
-    for name, layer in by_name.items():
-        if not isinstance(layer.format, WeightFormat):
-            raise TypeError(f"{name}: a quantised layer has a format")
-        specs[name] = layer.format.spec
+    specs: dict[str, Spec[Any]] = {name: format_of(one).spec for name, one in by_name.items()}
     for names in fused_groups(by_name):
         spec = specs[names[0]]
         if isinstance(spec, Float4Spec):

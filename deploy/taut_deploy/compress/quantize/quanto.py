@@ -18,6 +18,7 @@ from taut_deploy.compress.formats.protocol import WeightFormat
 from taut_deploy.compress.layers_at_once import solve_layers
 from taut_deploy.compress.quantize.float8 import Float8Spec, Float8Weight
 from taut_deploy.compress.quantize.grid import GridSpec, QuantizedWeight
+from taut_deploy.compress.quantize.joined import format_of
 from taut_deploy.compress.quantize.protocol import Codes
 from taut_deploy.compress.state import BlockState, LayerState
 from taut_deploy.compress.threads import single_thread
@@ -48,18 +49,12 @@ def quanto(state: BlockState, index: int, stage: Quanto) -> None:
     layers = state.of_stage(index)
     found = solve_layers(partial(_all_rounded, stage=stage), layers, state.devices)
     for layer, codes in zip(layers, found, strict=True):
-        layer.store(_format_of(layer).store(codes, layer.group.absmax), stage.method)
-
-
-def _format_of(layer: LayerState) -> WeightFormat:
-    if not isinstance(layer.format, WeightFormat):
-        raise TypeError(f"{layer.name}: a quantised layer has a format")
-    return layer.format
+        layer.store(format_of(layer).store(codes, layer.group.absmax), stage.method)
 
 
 def _all_rounded(layers: Sequence[LayerState], *, stage: Quanto) -> list[Codes]:
     with single_thread():
-        return [_rounded(layer, stage, _format_of(layer)) for layer in layers]
+        return [_rounded(layer, stage, format_of(layer)) for layer in layers]
 
 
 def _rounded(layer: LayerState, stage: Quanto, kept: WeightFormat) -> Codes:

@@ -13,7 +13,7 @@ from taut_deploy.compress.layers_at_once import solve_layers
 from taut_deploy.compress.quantize import gptq, hqq, rtn
 from taut_deploy.compress.quantize.float8 import Float8Spec
 from taut_deploy.compress.quantize.grid import GridSpec
-from taut_deploy.compress.quantize.joined import joined_specs
+from taut_deploy.compress.quantize.joined import format_of, joined_specs
 from taut_deploy.compress.quantize.learned import learn_in_block
 from taut_deploy.compress.quantize.protocol import Codes
 from taut_deploy.compress.quantize.rounding import Start, start_from
@@ -64,13 +64,7 @@ def quantize(state: BlockState, index: int, stage: Quantize) -> None:
     layers = state.of_stage(index)
     solve = partial(_rounded, stage=stage, specs=joined_specs(layers))
     for layer, codes in zip(layers, solve_layers(solve, layers, state.devices), strict=True):
-        layer.store(_format_of(layer).store(codes, layer.group.absmax), stage.algorithm)
-
-
-def _format_of(layer: LayerState) -> WeightFormat:
-    if not isinstance(layer.format, WeightFormat):
-        raise TypeError(f"{layer.name}: a quantised layer has a format")
-    return layer.format
+        layer.store(format_of(layer).store(codes, layer.group.absmax), stage.algorithm)
 
 
 def _learn_rounding(state: BlockState, index: int, stage: Quantize) -> None:
@@ -84,7 +78,7 @@ def _learn_rounding(state: BlockState, index: int, stage: Quantize) -> None:
     with _inputs_rounded(layers.values()):
         learned = learn_in_block(state, starts, stage.steps or _ROUNDING_STEPS)
     for name, layer in layers.items():
-        stored = _format_of(layer).store(learned[name], layer.group.absmax)
+        stored = format_of(layer).store(learned[name], layer.group.absmax)
         layer.store(stored, stage.algorithm)
 
 
@@ -93,7 +87,7 @@ def _inputs_rounded(layers: Iterable[LayerState]) -> Iterator[None]:
     """Let the layers see inputs as the engine will round them, before they are stored."""
     handles = []
     for layer in layers:
-        activations = _format_of(layer).activations
+        activations = format_of(layer).activations
         scale = activations.scale(layer.group.absmax)
         handles.append(layer.round_inputs(partial(activations.round, scale=scale)))
     try:
@@ -131,7 +125,7 @@ def _nearest(layer: LayerState, spec: Any) -> Codes:
 
 def _started(layers: Sequence[LayerState], *, stage: Quantize) -> list[Start]:
     """GPTQ's codes of layers that read one input, as the begin of a search."""
-    specs: dict[str, Any] = {layer.name: _format_of(layer).spec for layer in layers}
+    specs: dict[str, Any] = {layer.name: format_of(layer).spec for layer in layers}
     rounded: list[Any] = _rounded(layers, stage=stage, specs=specs)
     return [
         start_from(layer.sound_weight(), codes, specs[layer.name], layer.mask)
