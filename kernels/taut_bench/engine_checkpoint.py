@@ -1,4 +1,7 @@
-"""A checkpoint of Llama-3-8B's shape with random weights: there for its bytes, not its words.
+"""A checkpoint of a model's shape with random weights: there for its bytes, not its words.
+
+The names and shapes are those of transformers' class for the configuration; linear layers of the
+decoder blocks are quantised.
 
 Standard compressed-tensors files: W4A16 (``pack-quantized``) in symmetric groups of 128 and, as
 taut's own recipe has it, in groups of 32 with zero points; W8A8 in int8 (``int-quantized``) and in
@@ -18,33 +21,15 @@ i-th:
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from taut_kernels.gemm.w4a16 import disk as formats
 
-LLAMA_3_8B: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "bos_token_id": 128000,
-    "eos_token_id": 128001,
-}
 _FOUR_BITS = {
     "w4a16": (128, False),
     "w4a16-g32-zp": (32, True),
@@ -121,9 +106,9 @@ def write(directory: Path, scheme: str, config: dict[str, Any]) -> None:
     """Write a checkpoint vLLM loads.
 
     Args:
-        directory: made; about 5.6 GB for :data:`LLAMA_3_8B` in 4 bits, 9.1 GB in 8.
+        directory: made; about 5.6 GB for Llama-3-8B in 4 bits, 9.1 GB in 8.
         scheme: one of :data:`SCHEMES`.
-        config: :data:`LLAMA_3_8B`, or one of other sizes.
+        config: one of :mod:`.engine_models`, or of other sizes.
 
     Raises:
         OSError: it cannot be written.
@@ -139,21 +124,73 @@ def write(directory: Path, scheme: str, config: dict[str, Any]) -> None:
     (directory / "config.json").write_text(json.dumps(config | said), encoding="utf-8")
     generator = torch.Generator(_device()).manual_seed(0)
     files: dict[str, str] = {}
-    for layer in range(config["num_hidden_layers"]):
-        name = f"model-{layer:02}.safetensors"
-        tensors = _layer(f"model.layers.{layer}.", scheme, config, generator)
+    for name, modules in _parts(_skeleton(config)):
+        tensors = _tensors(modules, scheme, generator)
         save_file(tensors, directory / name)
         files |= dict.fromkeys(tensors, name)
-    vocabulary, hidden = config["vocab_size"], config["hidden_size"]
-    outer = {
-        "model.embed_tokens.weight": _normal((vocabulary, hidden), 0.08, generator).to(dtype),
-        "lm_head.weight": _normal((vocabulary, hidden), 0.05, generator).to(dtype),
-        "model.norm.weight": torch.ones(hidden, dtype=dtype),
-    }
-    save_file(outer, directory / "model-outer.safetensors")
-    files |= dict.fromkeys(outer, "model-outer.safetensors")
     index = json.dumps({"metadata": {}, "weight_map": files})
     (directory / "model.safetensors.index.json").write_text(index, encoding="utf-8")
+
+
+_Modules = list[tuple[str, nn.Module]]
+_BLOCKS = "model.layers"
+_HEAD = "lm_head"
+
+
+def _skeleton(config: dict[str, Any]) -> nn.Module:
+    """Return transformers' model without weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    known = AutoConfig.for_model(**config)
+    with torch.device("meta"):
+        model: nn.Module = AutoModelForCausalLM.from_config(known)
+    return model
+
+
+def _parts(model: nn.Module) -> Iterator[tuple[str, _Modules]]:
+    """Yield file → the modules with parameters of their own in it: a block each, then the rest."""
+    owners = [
+        (n, m)
+        for n, m in model.named_modules()
+        if next(m.parameters(recurse=False), None) is not None
+    ]
+    blocks = model.get_submodule(_BLOCKS)
+    assert isinstance(blocks, nn.ModuleList)
+    for layer in range(len(blocks)):
+        prefix = f"{_BLOCKS}.{layer}."
+        yield f"model-{layer:02}.safetensors", [o for o in owners if o[0].startswith(prefix)]
+    rest = [o for o in owners if not o[0].startswith(f"{_BLOCKS}.")]
+    config: Any = model.config
+    tied = {_HEAD} if config.tie_word_embeddings else set()
+    yield "model-outer.safetensors", [o for o in rest if o[0] not in tied]
+
+
+def _tensors(modules: _Modules, scheme: str, generator: torch.Generator) -> dict[str, Tensor]:
+    """Draw what a file holds."""
+    found: dict[str, Tensor] = {}
+    for name, module in modules:
+        for part, tensor in _module(name, module, scheme, generator).items():
+            found[f"{name}.{part}"] = tensor.cpu()
+    return found
+
+
+def _module(
+    name: str, module: nn.Module, scheme: str, generator: torch.Generator
+) -> dict[str, Tensor]:
+    dtype = _dtype(scheme)
+    if isinstance(module, nn.Embedding):
+        shape = (module.num_embeddings, module.embedding_dim)
+        return {"weight": _normal(shape, 0.08, generator).to(dtype)}
+    if not isinstance(module, nn.Linear):
+        # Gemma's norms multiply by one more than their weight.
+        one = 0.0 if type(module).__name__.startswith("Gemma") else 1.0
+        own = module.named_parameters(recurse=False)
+        return {part: torch.full(tuple(p.shape), one, dtype=dtype) for part, p in own}
+    N, K = module.out_features, module.in_features
+    if name == _HEAD:
+        return {"weight": _normal((N, K), 0.05, generator).to(dtype)}
+    bias = {} if module.bias is None else {"bias": _normal((N,), 0.1, generator).to(dtype)}
+    return _linear(N, K, scheme, generator) | bias
 
 
 def _device() -> str:
@@ -161,33 +198,9 @@ def _device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _normal(shape: tuple[int, int], deviation: float, generator: torch.Generator) -> Tensor:
+def _normal(shape: tuple[int, ...], deviation: float, generator: torch.Generator) -> Tensor:
     values = torch.randn(shape, generator=generator, device=generator.device)
     return (values * deviation).to(torch.bfloat16).cpu()
-
-
-def _layer(
-    prefix: str, scheme: str, config: dict[str, Any], generator: torch.Generator
-) -> dict[str, Tensor]:
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
-    attention = config["num_attention_heads"] * config["head_dim"]
-    kv = config["num_key_value_heads"] * config["head_dim"]
-    shapes = {
-        "self_attn.q_proj": (attention, hidden),
-        "self_attn.k_proj": (kv, hidden),
-        "self_attn.v_proj": (kv, hidden),
-        "self_attn.o_proj": (hidden, attention),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-    }
-    tensors: dict[str, Tensor] = {}
-    for name, (N, K) in shapes.items():
-        for part, tensor in _linear(N, K, scheme, generator).items():
-            tensors[f"{prefix}{name}.{part}"] = tensor.cpu()
-    for name in ("input_layernorm", "post_attention_layernorm"):
-        tensors[f"{prefix}{name}.weight"] = torch.ones(hidden, dtype=_dtype(scheme))
-    return tensors
 
 
 def _linear(N: int, K: int, scheme: str, generator: torch.Generator) -> dict[str, Tensor]:

@@ -222,10 +222,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         checkpoint = arguments.checkpoint
         if checkpoint is None:
-            from taut_bench import engine_checkpoint
+            from taut_bench import engine_checkpoint, engine_models
 
             checkpoint = Path(scratch) / "checkpoint"
-            sizes = dict(engine_checkpoint.LLAMA_3_8B)
+            sizes = dict(engine_models.LLAMA_3_8B)
             sizes["num_hidden_layers"] = arguments.layers or sizes["num_hidden_layers"]
             engine_checkpoint.write(checkpoint, arguments.scheme, sizes)
             torch.cuda.empty_cache()

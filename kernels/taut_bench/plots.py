@@ -69,9 +69,10 @@ def _engine(row: dict[str, str]) -> list[Point]:
     rate = float(row["tokens_per_s"])
     step = float(row.get("decode_ms") or row["decode_ms_per_step"])
     x, mode = float(row["batch"]), row["mode"]
+    after = f" after {row['context']} tokens" if "context" in row else ""
     return [
-        Point("tokens/s", mode, x, rate, rate, rate),
-        Point("decode step, ms", mode, x, step, step, step),
+        Point(f"tokens/s{after}", mode, x, rate, rate, rate),
+        Point(f"decode step{after}, ms", mode, x, step, step, step),
     ]
 
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from taut_bench import engine_checkpoint
+from taut_bench import engine_checkpoint, engine_models
 
 _UNKNOWN = "w0"
 """What every word of a real text becomes."""
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--scheme", choices=engine_checkpoint.SCHEMES, default="w4a16")
     parser.add_argument("--layers", type=int, default=32)
     arguments = parser.parse_args(argv)
-    config = engine_checkpoint.LLAMA_3_8B | {"num_hidden_layers": arguments.layers}
+    config = engine_models.LLAMA_3_8B | {"num_hidden_layers": arguments.layers}
     try:
         engine_checkpoint.write(arguments.output, arguments.scheme, config)
     except FileExistsError:

@@ -13,7 +13,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from taut_bench import engine, engine_checkpoint, engine_modes, report, w4a16
+from taut_bench import engine, engine_checkpoint, engine_models, engine_modes, report, w4a16
+from taut_bench.engine_measure import Settings
 from taut_kernels.gemm.w4a16 import disk as formats
 from taut_kernels.gemm.w4a16 import lookup as tiles_wgmma
 from taut_kernels.gemm.w4a16.decode_tile import DecodeTile
@@ -149,7 +150,7 @@ def test_wgmma_table_has_the_fastest_of_each_number_of_tokens() -> None:
     assert len(tiles_wgmma.parse(json.dumps(table), "t.json").choices) == 3
 
 
-TINY = engine_checkpoint.LLAMA_3_8B | {
+TINY = engine_models.LLAMA_3_8B | {
     "hidden_size": 128,
     "intermediate_size": 256,
     "num_hidden_layers": 2,
@@ -231,12 +232,18 @@ def test_weights_with_zero_points_have_the_values_of_symmetric_ones() -> None:
 
 
 def test_engine_report_has_the_ratio_to_stock(tmp_path: Path) -> None:
-    rows = [engine.Row("off", 16, 100.0, 2.0), engine.Row("prefer", 16, 150.0, 1.5)]
+    rows = [
+        engine.Row("off", 16, 100.0, 2.0),
+        engine.Row("off", 16, 100.0, 2.7, 4096),
+        engine.Row("prefer", 16, 150.0, 1.5),
+        engine.Row("prefer", 16, 90.0, 3.0, 4096),
+    ]
     engine._write(rows, ["- prefer: a note"], "GPU card", tmp_path / "engine-w4a16.csv")
     text = (tmp_path / "engine-w4a16.md").read_text()
-    assert "| prefer | 16 | 150 | 1.50 | 1.50 |" in text
+    assert "| prefer | 128 | 16 | 150 | 1.50 | 1.50 |" in text
+    assert "| prefer | 4096 | 16 | 90 | 3.00 | 0.90 |" in text
     assert "- prefer: a note" in text
-    assert "prefer,16,150.0,1.5" in (tmp_path / "engine-w4a16.csv").read_text()
+    assert "prefer,16,150.0,1.5,128" in (tmp_path / "engine-w4a16.csv").read_text()
 
 
 def test_engine_options_follow_the_mode(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,9 +298,9 @@ open(sys.argv[sys.argv.index("--output") + 1], "w").write(json.dumps(rows))
     run_instead_of_python(worker, tmp_path, monkeypatch)
     path = tmp_path / "engine-w4a16.csv"
     modes = ["off", "prefer", "require+fused"]
-    assert engine.run(tmp_path, modes, [4], "GPU card", path) == 1
+    assert engine.run(tmp_path, modes, Settings((4,)), "GPU card", path) == 1
     out, err = capsys.readouterr()
-    assert "| require+fused | 4 | 10 | 1.00 | 1.00 |" in out
+    assert "| require+fused | 128 | 4 | 10 | 1.00 | 1.00 |" in out
     assert "- prefer: not measured: the engine ended with 1, see engine-prefer.log" in out
     assert "- off: 1 kinds of kernel compiled after warm-up" in out
     assert err == "error: prefer was not measured: see engine-prefer.log\n"
@@ -318,9 +325,13 @@ open(sys.argv[sys.argv.index("--output") + 1], "w").write(json.dumps(rows))
 """
     run_instead_of_python(worker, tmp_path, monkeypatch)
     path = tmp_path / "engine-w4a16.csv"
-    assert engine.run(tmp_path, ["off", "prefer"], [4], "GPU card", path, "error") == 1
+    settings = Settings((4,), jit_monitor="error")
+    assert engine.run(tmp_path, ["off", "prefer"], settings, "GPU card", path) == 1
     out = capsys.readouterr().out
-    assert "- off: 0 kinds of kernel compiled after warm-up (JIT monitor: error)" in out
+    assert (
+        "- off: 0 kinds of kernel compiled after warm-up (JIT monitor: error); started in 0 s"
+        in out
+    )
     ended = "the engine ended with 1 because late_kernel compiled after warm-up"
     assert f"- prefer: not measured: {ended}, see engine-prefer.log" in out
 
@@ -342,7 +353,7 @@ def test_a_profiler_that_fails_costs_no_figures(
     vllm = types.SimpleNamespace(LLM=Engine, SamplingParams=lambda **_: None)
     monkeypatch.setitem(sys.modules, "vllm", vllm)
     path = tmp_path / "profile.csv"
-    rows = engine.measure(Path("checkpoint"), "off", [1, 4], profile=path)
+    rows = engine.measure(Path("checkpoint"), "off", Settings((1, 4)), profile=path)
     assert [row.batch for row in rows] == [1, 4]
     assert "off: the profile failed: no CUPTI here" in capsys.readouterr().out
     assert not path.exists()
@@ -365,7 +376,7 @@ def test_the_measured_engine_gets_the_monitor_s_mode(
     vllm = types.SimpleNamespace(LLM=llm, SamplingParams=None)
     monkeypatch.setitem(sys.modules, "vllm", vllm)
     with pytest.raises(StopError):
-        engine.measure(Path("checkpoint"), "off", [1], jit_monitor=jit_monitor)
+        engine.measure(Path("checkpoint"), "off", Settings((1,), jit_monitor=jit_monitor))
     assert given["jit_monitor_mode"] == jit_monitor
     arguments = engine._parser().parse_args(["--output", "out", "--jit-monitor", jit_monitor])
     assert arguments.jit_monitor == jit_monitor

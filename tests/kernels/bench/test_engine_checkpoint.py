@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from taut_bench import engine, engine_checkpoint, greedy
+from taut_bench import engine, engine_checkpoint, engine_models, greedy
 
 SCHEMES = ("gptq", "awq")
-SMALL = engine_checkpoint.LLAMA_3_8B | {
+SMALL = engine_models.LLAMA_3_8B | {
     "hidden_size": 256,
     "intermediate_size": 384,
     "num_hidden_layers": 2,
@@ -184,3 +184,26 @@ def test_an_engine_serves_the_checkpoint_on_our_kernel(
             assert abs(logprob - gold[step, token].item()) < 0.15
             assert gold[step].max() - gold[step, token] < 0.15
     assert len(said) > len(PROMPTS), "every prompt gets the same answer"
+
+
+@pytest.mark.parametrize("model", engine_models.ENGINE_MODELS)
+def test_every_parameter_of_a_models_class_is_in_its_checkpoint(model: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    small = {name: SMALL[name] for name in ("hidden_size", "intermediate_size", "vocab_size")}
+    own = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    tokens = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
+    config = engine_models.ENGINE_MODELS[model] | small | own | tokens | {"head_dim": 64}
+    engine_checkpoint.write(tmp_path / "c", "w4a16", config)
+    with torch.device("meta"):
+        known = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    expected = {name: tuple(p.shape) for name, p in known.named_parameters()}
+    found = {}
+    for name, tensor in _state(tmp_path / "c").items():
+        if name.endswith(".weight_shape"):
+            found[name.removesuffix("_shape")] = tuple(tensor.tolist())
+        elif not name.endswith((".weight_packed", ".weight_scale")):
+            found[name] = tuple(tensor.shape)
+            assert tensor.dtype == torch.bfloat16
+            assert tensor.isfinite().all()
+    assert found == expected

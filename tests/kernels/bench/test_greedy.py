@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from taut_bench import engine_checkpoint, greedy, greedy_report
+from taut_bench import engine_checkpoint, engine_models, greedy, greedy_report
 from taut_bench import report as bench_report
 from taut_bench.greedy_report import Comparison, chance_of_as_many, compare
 
@@ -103,7 +103,7 @@ def test_floors_exchange_no_more_than_the_mode(mode: str, floors: tuple[str, ...
 
 
 def test_the_cache_holds_all_prompts_and_answers() -> None:
-    llama = engine_checkpoint.LLAMA_3_8B
+    llama = engine_models.LLAMA_3_8B
     tokens = 128 * (64 + 64)
     needed = 2 * 2 * 8 * 128 * 32 * tokens
     assert 1.2 * needed < greedy.cache_bytes(llama, tokens) < 1.3 * needed

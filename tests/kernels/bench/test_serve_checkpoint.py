@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import transformers
 
-from taut_bench import engine_checkpoint, serve_checkpoint
+from taut_bench import engine_checkpoint, engine_models, serve_checkpoint
 
 
 def test_a_text_of_known_words_comes_back(tmp_path: Path) -> None:
@@ -38,7 +38,7 @@ def test_the_command_line_writes_weights_and_words(
     arguments = ["--output", str(target), "--scheme", "fp8", "--layers", "2"]
     assert serve_checkpoint.main(arguments) == 0
     assert written == [(target, "fp8", 2)]
-    words = engine_checkpoint.LLAMA_3_8B["vocab_size"]
+    words = engine_models.LLAMA_3_8B["vocab_size"]
     assert len(transformers.AutoTokenizer.from_pretrained(target)) == words
 
 
