@@ -123,6 +123,8 @@ class CheckpointSource:
                 "broken"
             )
         self._refuse_useless_scales(model)
+        if dtype is not None:
+            _follow_inputs(model)
         return model.to(self._device).eval()
 
     def _refuse_useless_scales(self, model: torch.nn.Module) -> None:
@@ -238,6 +240,23 @@ class CheckpointSource:
         if tools and "tools" not in self.tokenizer.chat_template:
             raise NotOfferedError(f"{self.role} {self.path}: its chat template teaches no tools")
         return self.write(self.tokenizer.conversation(messages, tools), generation)
+
+
+def _follow_inputs(model: torch.nn.Module) -> None:
+    """Let linear layers have the type of what they multiply.
+
+    compressed-tensors makes bf16 of an FP4 weight, whatever type the model was asked for; it does
+    so at the first call, in front of the layers.
+    """
+
+    def cast(layer: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        weight = layer.weight
+        if weight.dtype is torch.bfloat16 and inputs[0].dtype is not torch.bfloat16:
+            weight.data = weight.data.to(inputs[0].dtype)
+
+    for layer in model.modules():
+        if isinstance(layer, torch.nn.Linear):
+            layer.register_forward_pre_hook(cast)
 
 
 def read_config(path: Path, role: str) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from taut_deploy.compress.quantize.float4 import Float4Spec, Float4Weight, round
 from taut_deploy.diagnose.layers import manifest_layers
 from taut_deploy.errors import RecipeError
 from taut_deploy.recipe import Quantize
+from taut_deploy.validate.checkpoint_source import CheckpointSource
 
 # One bit of fraction, two of exponent around 1; below 1 the step stays a half.
 NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -187,3 +188,15 @@ def test_models_of_another_type_are_refused_in_the_plan(room, tmp_path):
         RecipeError, match="MXFP4A16 is for models in bfloat16, this one is in float16"
     ):
         driver.plan(job_for(model, data, tmp_path / "out"))
+
+
+@SCHEMES
+def test_a_validation_computes_in_the_type_it_was_asked_for(scheme, room, tmp_path):
+    data = recipe_data(room / "text.txt", scheme=scheme, group_size=None)
+    driver.compress(job_for(room / "model", data, tmp_path / "out"))
+    own, wide = (
+        CheckpointSource(tmp_path / "out", "candidate", "cpu", dtype).score([2, 3, 5, 7]).logits
+        for dtype in (None, torch.float32)
+    )
+    assert (own.dtype, wide.dtype) == (torch.bfloat16, torch.float32)
+    assert 0 < (own - wide).norm() < 0.02 * wide.norm()
