@@ -194,6 +194,7 @@ class _Run:
                     job.device,
                     job.resume,
                     job.trust_remote_code,
+                    job.devices,
                 ),
                 progress,
             )

@@ -59,7 +59,7 @@ def distil(job: DistilJob, progress: Progress = lambda done, total, what: None) 
             "--teacher: give the model that the student was made from; without one only "
             "cross_entropy can be trained for"
         )
-    require_shared(job)
+    require_shared(job.settings, job.devices, "--set")
     require_optimizer(job.settings)
     with sole_writer(job.output, "taut distil"):
         return _Run(job, progress).execute()
@@ -118,6 +118,8 @@ class _Run:
         known = {when: workspace.committed(f"judged-{when}") for when in ("before", "after")}
         judged = {when: value for when, value in known.items() if value is not None}
         given = (job, self._fingerprint(), judged)
+        if job.device != "cpu":  # which earlier stages of this process filled
+            torch.cuda.empty_cache()
         found = run_ranks(train_rank, job.devices, given, self._progress)
         student, _ = open_models(replace(job, teacher=None), held_on="cpu")
         state = workspace.tensors(STATE) or {}

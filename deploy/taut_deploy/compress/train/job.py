@@ -1,5 +1,6 @@
 """A request to train, and the two models it is about."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,27 +42,32 @@ class DistilJob:
     devices: tuple[str, ...] = ()
 
 
-def require_shared(job: DistilJob) -> None:
+def require_shared(settings: TrainSettings, devices: Sequence[str], given_by: str) -> None:
     """Refuse devices that cannot share a training.
+
+    Args:
+        settings: of the training.
+        devices: that are to share it; empty for one.
+        given_by: flag or stage that the settings come from, for errors.
 
     Raises:
         OutputError: the optimizer keeps what cannot be held in parts.
         RecipeError: a step's micro-batches cannot be shared out evenly.
     """
-    settings, count = job.settings, len(job.devices)
+    count = len(devices)
     if not count:
         return
     if settings.optimizer != "adamw":
         raise OutputError(
             f"--devices: {settings.optimizer} keeps moments of whole weights, which no device "
-            "holds; use --set optimizer=adamw"
+            f"holds; use optimizer adamw ({given_by})"
         )
     batches = settings.batch_size // min(settings.micro_batch, settings.batch_size)
     if batches % count:
         raise RecipeError(
             f"--devices: {count} devices for {batches} micro-batches of a step; let batch_size "
             f"({settings.batch_size}) over micro_batch ({settings.micro_batch}) be a multiple of "
-            f"{count}"
+            f"{count} ({given_by})"
         )
 
 
