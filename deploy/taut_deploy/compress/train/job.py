@@ -28,6 +28,8 @@ class DistilJob:
         resume: continue what an interrupted run left.
         trust_remote_code: let the models' own Python code run.
         devices: that hold a part of the models each, ``device`` first; empty for one.
+        rounded: dense model whose weights the student's codes were chosen for, which a start other
+            than ``codes`` takes; the teacher if None.
     """
 
     student: ModelRecord
@@ -40,6 +42,7 @@ class DistilJob:
     resume: bool = True
     trust_remote_code: bool = False
     devices: tuple[str, ...] = ()
+    rounded: ModelRecord | None = None
 
 
 def require_shared(settings: TrainSettings, devices: Sequence[str], given_by: str) -> None:
@@ -82,11 +85,12 @@ def open_models(job: DistilJob, held_on: str | None = None) -> tuple[Student, An
         ModelError: one cannot be read or trained.
     """
     teacher = None if job.teacher is None else _load_teacher(job, held_on)
+    rounded = job.rounded or job.teacher
     student = open_student(
         Path(job.student.path),
         job.settings,
         job.device,
-        teacher=None if job.teacher is None else Path(job.teacher.path),
+        rounded=None if rounded is None else Path(rounded.path),
         trust_remote_code=job.trust_remote_code,
         held_on=held_on,
     )
