@@ -165,7 +165,8 @@ def test_a_start_in_the_cells_of_the_codes_changes_no_logit(room):
 def test_a_start_from_weights_that_were_not_the_rounded_ones_is_refused(room, tmp_path):
     """SmoothQuant moved scales into the weights: the teacher's would be rounded by alien scales."""
     for start in ("cells", "base"):
-        with pytest.raises(ModelError, match=rf"^start: '{start}' takes .*'smooth' changed.*codes$"):
+        reason = rf"^start: '{start}' takes .*'smooth' changed.*use codes$"
+        with pytest.raises(ModelError, match=reason):
             distil(job(room, room / "W8A8", tmp_path / "out", start=start))
     assert not (tmp_path / ".out.partial").exists()
 
