@@ -99,8 +99,7 @@ def open_student(
         directory: compressed-tensors or low-rank checkpoint, or a plain (pruned, shrunk) model.
         settings: how it starts.
         device: ``cpu`` or ``cuda``.
-        rounded: directory of the model whose weights were rounded, for ``start`` other than
-            ``codes``.
+        rounded: directory of the weights that were rounded, for ``start`` other than ``codes``.
         trust_remote_code: let the model's own Python code run.
         held_on: device of the weights until they are moved; ``device`` if None.
 
