@@ -22,7 +22,7 @@ from taut_deploy.errors import OutputError, RecipeError
 from taut_deploy.files import checked_output
 from taut_deploy.home import TautHome
 from taut_deploy.progress import progress_reporter
-from taut_deploy.recipe import Recipe, load_recipe, with_target
+from taut_deploy.recipe import Order, Recipe, load_recipe, with_target
 
 if TYPE_CHECKING:
     from taut_deploy.checkpoint import Manifest
@@ -49,7 +49,7 @@ class SharingOptions:
     """Where a compression computes, and what shares its work.
 
     Args:
-        devices: Cards that share the work on a block, such as cuda:0,cuda:1.
+        devices: Cards that share the work on a block and the training, such as cuda:0,cuda:1.
         workers: Processes that share the blocks of a recipe that needs no calibration.
     """
 
@@ -127,11 +127,16 @@ def _shared(recipe: Recipe, options: SharingOptions) -> tuple[str, tuple[str, ..
     if options.device != "cpu":
         shared = "the CPU" if options.workers else "the devices that it names"
         raise OutputError(f"{flag}: {shared} share the work; leave --device out")
-    if (blocks := recipe.of_blocks()) is None:
-        raise RecipeError(f"{flag}: recipe {recipe.name!r} does nothing block by block")
+    blocks = recipe.of_blocks()
     if options.devices is None:
+        if blocks is None:
+            raise RecipeError(f"{flag}: recipe {recipe.name!r} does nothing block by block")
         require_by_weights(blocks, {})
         return options.device, ()
+    if blocks is None and not recipe.of_orders(Order.AFTER):
+        raise RecipeError(
+            f"{flag}: recipe {recipe.name!r} neither does anything block by block nor trains"
+        )
     devices = parse_devices(options.devices)
     return devices[0], devices
 

@@ -80,6 +80,7 @@ class _Run:
         self._foreseen = plan(job)  # refuses what a later step would, before the first
         self._job, self._progress = job, progress
         self._folder = job.output.parent / _folder_name(job.output)
+        self._rounded = job.model  # the dense model that the block stages take
         self._open()
 
     def execute(self) -> Manifest:
@@ -124,6 +125,8 @@ class _Run:
         made: dict[str, Manifest] = {}
         for number, step in enumerate(steps, 1):
             output = self._folder / step.name
+            if step.method == "blocks":
+                self._rounded = record
             manifest = step.run(record, output, self._told(f"{number}/{len(steps)}", step))
             if manifest is not None:
                 made[step.name] = manifest
@@ -183,10 +186,12 @@ class _Run:
     def _training(self, stage: Training) -> _Make:
         def run(model: ModelRecord, output: Path, progress: Progress) -> Manifest:
             job = self._job
+            turned = any(isinstance(one, Rotate) for one in job.recipe.stages)
             return distil(
                 DistilJob(
                     model,
-                    job.model,
+                    # Alike in what they give; states are compared in the student's basis.
+                    self._rounded if stage.hidden and turned else job.model,
                     output,
                     stage.text,
                     stage.settings,
@@ -194,6 +199,8 @@ class _Run:
                     job.device,
                     job.resume,
                     job.trust_remote_code,
+                    job.devices,
+                    None if self._rounded is job.model else self._rounded,
                 ),
                 progress,
             )

@@ -1,7 +1,7 @@
 """What ``taut compress`` of a recipe with whole-model stages will do, before it does it."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from taut_deploy.compress.shrink.importance import decoder_of
 from taut_deploy.compress.skeleton import empty_model
 from taut_deploy.compress.source.linears import linear_layers
 from taut_deploy.compress.stages import BLOCK_STAGES
+from taut_deploy.compress.train.job import require_shared
 from taut_deploy.compress.train.optimizer import require_optimizer
 from taut_deploy.compress.train.quantized_layers import require_trained
 from taut_deploy.compress.train.text import describe_sources
@@ -71,7 +72,9 @@ def plan(job: CompressionJob, served_by: str = "here") -> CompressionPlan:
             memory.append(found.peak_memory_bytes)
         if isinstance(stage, Training):
             memory.append(parameters * (_TRAINED_BYTES + itemsize) + taught * itemsize)
-            lines.append(_training_line(stage, memory[-1]))
+            lines.append(_training_line(stage, memory[-1], job.devices))
+            # Each process reads both models whole before it keeps its part.
+            memory.append(len(job.devices) * (4 * parameters + taught * itemsize))
     dense = len(job.recipe.of_orders(Order.BEFORE))
     return replace(
         found,
@@ -86,11 +89,12 @@ def plan(job: CompressionJob, served_by: str = "here") -> CompressionPlan:
 
 
 def require_usable(job: CompressionJob) -> None:
-    """Refuse what a stage could not read or import.
+    """Refuse what a stage could not read, import or share among devices.
 
     Raises:
-        RecipeError: a text, or a calibration that no stage can use; names the field.
-        OutputError: the package of an optimizer is not installed.
+        RecipeError: a text, a calibration that no stage can use, or a step that devices cannot
+            share; names the field.
+        OutputError: the package of an optimizer is not installed, or it cannot be shared.
     """
     recipe = job.recipe
     slims = any(isinstance(stage, Slim) for stage in recipe.stages)
@@ -102,6 +106,7 @@ def require_usable(job: CompressionJob) -> None:
         if isinstance(stage, Training):
             describe_sources(list(stage.text), f"stages.{index}.text")
             require_optimizer(stage.settings)
+            require_shared(stage.settings, job.devices, f"stages.{index}")
 
 
 def _require_trainable(job: CompressionJob, layers: Iterable[LayerPlan]) -> None:
@@ -216,11 +221,12 @@ def _slim_line(stage: Slim, memory: int) -> str:
     return f"slim: keeps {shares}; both models in memory, {memory / 1e9:.1f} GB"
 
 
-def _training_line(stage: Distil | Qat, memory: int) -> str:
+def _training_line(stage: Distil | Qat, memory: int, devices: Sequence[str]) -> str:
     settings = stage.settings
     rows = min(settings.micro_batch, settings.batch_size)
+    shared = f" on each of {', '.join(devices)}, which hold a part each" if devices else ""
     return (
         f"{stage.method}: {settings.steps * settings.batch_size * settings.sequence_length} tokens "
         f"of {', '.join(stage.text)}; student and base in memory, {memory / 1e9:.1f} GB, and the "
-        f"activations of {rows} sequences of {settings.sequence_length}"
+        f"activations of {rows} sequences of {settings.sequence_length}{shared}"
     )

@@ -128,6 +128,7 @@ class Recipe(Strict):
         self._require_like_shapes()
         self._require_scored_once()
         self._require_like_basis()
+        self._require_like_scales()
         self._require_trainable()
         return self
 
@@ -166,11 +167,6 @@ class Recipe(Strict):
     def _require_like_shapes(self) -> None:
         slims = [stage for stage in self.stages if isinstance(stage, Slim)]
         for stage in self.stages if slims else ():
-            if isinstance(stage, Training) and stage.start != "codes":
-                raise ValueError(
-                    f"'stages': after 'slim' no weight is the base model's, so {stage.method!r} "
-                    "must start from 'codes'"
-                )
             if isinstance(stage, Training) and stage.hidden and any(one.hidden for one in slims):
                 raise ValueError(
                     "'stages': after 'slim' by 'hidden' the states have other widths than the base "
@@ -184,11 +180,21 @@ class Recipe(Strict):
             return
         if places != [len(before) - 1]:
             raise ValueError("'stages': 'rotate' stands once, after 'slim' and before the others")
-        for stage in self.stages:
-            if isinstance(stage, Training) and (stage.start != "codes" or stage.hidden):
+        for stage in self.stages if places != [0] else ():
+            if isinstance(stage, Training) and stage.hidden:
                 raise ValueError(
-                    f"'stages': after 'rotate' weights and states are in another basis than the "
-                    f"base model's: {stage.method!r} must start from 'codes', with 'hidden' 0"
+                    "'stages': after 'slim' and 'rotate' states are in another basis than those of "
+                    f"any whole model: set 'hidden' of {stage.method!r} to 0"
+                )
+
+    def _require_like_scales(self) -> None:
+        transforms = self.of_orders(Order.TRANSFORM)
+        for stage in self.stages if transforms else ():
+            if isinstance(stage, Training) and stage.start != "codes":
+                raise ValueError(
+                    f"'stages': {transforms[0].method!r} changes the scale of weights, and "
+                    f"{stage.start!r} would take the unchanged ones: {stage.method!r} must start "
+                    "from 'codes'"
                 )
 
     @property

@@ -87,8 +87,8 @@ class Distil(Training):
 class Qat(Training):
     """Quantisation-aware training: the base model's weights, moved so that they round well.
 
-    Master weights start from the base model within the cells of their codes; gradients go straight
-    through the rounding.
+    Master weights start from those that were rounded (the base model's, or what ``slim`` and
+    ``rotate`` left), within the cells of their codes; gradients go straight through the rounding.
     """
 
     method: Literal["qat"] = "qat"

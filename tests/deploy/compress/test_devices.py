@@ -213,7 +213,7 @@ def test_cards_are_taken_in_their_order(monkeypatch):
     ("arguments", "reason"),
     [
         (["--workers", "2"], "--workers: processes share the CPU; leave --devices out"),
-        (["--recipe", "slim"], "--devices: recipe 'slim' does nothing block by block"),
+        (["--recipe", "slim"], "--devices: recipe 'slim' neither does anything block"),
     ],
 )
 def test_the_command_refuses_what_cannot_be_shared(room, tmp_path, arguments, reason, capsys):

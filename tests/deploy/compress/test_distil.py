@@ -151,7 +151,7 @@ def test_fixed_scales_stay(room, tmp_path):
 
 def test_a_start_in_the_cells_of_the_codes_changes_no_logit(room):
     settings = QUICK.model_copy(update={"start": "cells"})
-    student = open_student(room / "W4A16", settings, "cpu", teacher=room / "base")
+    student = open_student(room / "W4A16", settings, "cpu", rounded=room / "base")
     student.model.eval()
     with torch.no_grad():
         got = student.model(IDS).logits.float()
@@ -160,6 +160,15 @@ def test_a_start_in_the_cells_of_the_codes_changes_no_logit(room):
     base = load_file(room / "base" / "model.safetensors")[f"{name}.weight"]
     master = student.masters()[f"{name}.weight"].detach()
     assert (master - base).norm() < 0.6 * (student.layers[name].weight - base).norm()
+
+
+def test_a_start_from_weights_that_were_not_the_rounded_ones_is_refused(room, tmp_path):
+    """SmoothQuant moved scales into the weights: the teacher's would be rounded by alien scales."""
+    for start in ("cells", "base"):
+        reason = rf"^start: '{start}' takes .*'smooth' changed.*use codes$"
+        with pytest.raises(ModelError, match=reason):
+            distil(job(room, room / "W8A8", tmp_path / "out", start=start))
+    assert not (tmp_path / ".out.partial").exists()
 
 
 def test_zeros_of_a_pruned_model_stay_zero_and_the_rest_moves(room, tmp_path):

@@ -79,9 +79,21 @@ WRONG = {
         {**GOOD, "stages": [{"method": "rotate", "layers": ["*mlp*"]}, W4A16]},
         "acts on the whole model: drop 'layers'",
     ),
-    "training from the base after rotating": (
-        {**GOOD, "stages": [{"method": "rotate"}, W4A16, {"method": "qat", "start": "cells"}]},
-        "'qat' must start from 'codes', with 'hidden' 0",
+    "training from weights that were smoothed": (
+        {**GOOD, "stages": [{"method": "smooth"}, W8A8, {"method": "qat"}]},
+        "'smooth' changes the scale of weights.*'qat' must start from 'codes'",
+    ),
+    "states after slimming and rotating": (
+        {
+            **GOOD,
+            "stages": [
+                {"method": "slim", "ffn": 0.5},
+                {"method": "rotate"},
+                W4A16,
+                {"method": "qat", "hidden": 0.5},
+            ],
+        },
+        "in another basis than those of any whole model: set 'hidden' of 'qat' to 0",
     ),
     "pruning what is stored": (
         {**GOOD, "stages": [W4A16, {"method": "prune", "sparsity": 0.5}]},

@@ -15,8 +15,12 @@ from torch import nn
 from transformers import AutoModelForImageTextToText
 
 from taut_deploy.compress import driver
+from taut_deploy.compress.pipeline_plan import plan
+from taut_deploy.compress.shrink.shrink import ShrinkJob, shrink
 from taut_deploy.compress.skeleton import empty_model
+from taut_deploy.errors import ModelError
 from taut_deploy.models.pretrained import load_config
+from taut_deploy.models.store import describe_directory
 from taut_deploy.validate.checkpoint_source import CheckpointSource
 
 SEEN = ("vision", "visual", "projector", "merger")
@@ -91,7 +95,19 @@ def test_no_part_of_a_skeleton_drops_anything(pair):
     assert config.get_text_config().attention_dropout == 0.5
 
 
+@pytest.mark.parametrize("axis", ["depth", "heads", "ffn", "hidden"])
+def test_cutting_it_smaller_is_refused_with_what_can_be_done_instead(axis, pair, text, tmp_path):
+    data = {**recipe_data(text), "stages": [{"method": "slim", axis: 0.5}]}
+    reason = rf"^--{axis}: model_type '.*' keeps its text part under text_config.*leave 'slim' out"
+    with pytest.raises(ModelError, match=reason):
+        plan(job_for(pair[0], data, tmp_path / "planned"))
+    record = describe_directory(pair[0])
+    job = ShrinkJob(record, tmp_path / "out", {axis: 0.5}, (str(text),), tmp_path / "cache")
+    with pytest.raises(ModelError, match=reason):
+        shrink(job)
+
+
 def test_a_plan_counts_only_the_text_part(text, tmp_path):
     model = write_family(tmp_path / "model", "qwen2_vl")
-    plan = driver.plan(job_for(model, recipe_data(text), Path(tmp_path / "out")))
-    assert not any(sees(row.name) for row in plan.layers)
+    found = driver.plan(job_for(model, recipe_data(text), Path(tmp_path / "out")))
+    assert not any(sees(row.name) for row in found.layers)

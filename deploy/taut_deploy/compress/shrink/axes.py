@@ -47,8 +47,15 @@ def target_of(config: Any, axis: Axis, share: float) -> Target:
         share: of its units to keep, between 0 and 1.
 
     Raises:
-        ModelError: the configuration cannot say it, or nothing would go; names the key.
+        ModelError: the model reads more than text, its configuration cannot say the smaller one,
+            or nothing would go; names the key.
     """
+    if config.get_text_config() is not config:
+        raise ModelError(
+            f"--{axis}: model_type {config.model_type!r} keeps its text part under text_config, "
+            "beside a part for images or sound, and only models of text alone are cut smaller; "
+            "leave 'slim' out ('quantize' and 'prune' take the text part)"
+        )
     target = _target(config, axis, share)
     if target.after >= target.before:
         raise ModelError(

@@ -26,6 +26,9 @@ from taut_deploy.errors import ModelError
 from taut_deploy.files import sha256_json, write_json_atomically
 from taut_deploy.models.pretrained import load_tokenizer
 
+# Stages after which a student's weights are the teacher's no more, though it computes alike.
+_CHANGE_WEIGHTS = frozenset({"slim", "rotate", "smooth", "awq"})
+
 
 @dataclass(frozen=True)
 class _Trained:
@@ -59,7 +62,7 @@ def distil(job: DistilJob, progress: Progress = lambda done, total, what: None) 
             "--teacher: give the model that the student was made from; without one only "
             "cross_entropy can be trained for"
         )
-    require_shared(job)
+    require_shared(job.settings, job.devices, "--set")
     require_optimizer(job.settings)
     with sole_writer(job.output, "taut distil"):
         return _Run(job, progress).execute()
@@ -73,6 +76,7 @@ class _Run:
         self._directory = Path(job.student.path)
         if job.teacher is not None:
             _require_pair(self._directory, Path(job.teacher.path), job.trust_remote_code)
+        _require_like_weights(job)
         self._text = self._read_text()
         self._recipe = self._described()
 
@@ -118,6 +122,8 @@ class _Run:
         known = {when: workspace.committed(f"judged-{when}") for when in ("before", "after")}
         judged = {when: value for when, value in known.items() if value is not None}
         given = (job, self._fingerprint(), judged)
+        if job.device != "cpu":  # which earlier stages of this process filled
+            torch.cuda.empty_cache()
         found = run_ranks(train_rank, job.devices, given, self._progress)
         student, _ = open_models(replace(job, teacher=None), held_on="cpu")
         state = workspace.tensors(STATE) or {}
@@ -159,6 +165,7 @@ class _Run:
             "teacher": None if job.teacher is None else job.teacher.digest,
             "student": job.student.digest,
             "text": self._text.hash,
+            **({} if job.rounded is None else {"rounded": job.rounded.digest}),
         }
         name = str(before.get("name", job.student.name))
         stages = list(before.get("stages", []))
@@ -239,6 +246,23 @@ def _trained(layer: dict[str, Any]) -> dict[str, Any]:
     """A layer's report after training: its one-shot error is not its error any more."""
     kept = {key: value for key, value in layer.items() if key != "relative_error"}
     return {**kept, "method": f"{layer.get('method', '')}+trained"}
+
+
+def _require_like_weights(job: DistilJob) -> None:
+    """Refuse a start from weights that the student's codes were not chosen for.
+
+    Raises:
+        ModelError: stages that changed them before they were rounded.
+    """
+    directory = Path(job.student.path)
+    if job.settings.start == "codes" or not is_checkpoint(directory):
+        return
+    stages = [str(stage.get("method")) for stage in read_manifest(directory).recipe["stages"]]
+    if changed := [method for method in stages if method in _CHANGE_WEIGHTS]:
+        raise ModelError(
+            f"start: {job.settings.start!r} takes the teacher's weights, which {changed[0]!r} "
+            "changed before they were rounded; use codes"
+        )
 
 
 def _require_pair(student: Path, teacher: Path, trusted: bool) -> None:

@@ -1,5 +1,6 @@
 """A request to train, and the two models it is about."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ class DistilJob:
         resume: continue what an interrupted run left.
         trust_remote_code: let the models' own Python code run.
         devices: that hold a part of the models each, ``device`` first; empty for one.
+        rounded: dense model whose weights the student's codes were chosen for, which a start other
+            than ``codes`` takes; the teacher if None.
     """
 
     student: ModelRecord
@@ -39,29 +42,35 @@ class DistilJob:
     resume: bool = True
     trust_remote_code: bool = False
     devices: tuple[str, ...] = ()
+    rounded: ModelRecord | None = None
 
 
-def require_shared(job: DistilJob) -> None:
+def require_shared(settings: TrainSettings, devices: Sequence[str], given_by: str) -> None:
     """Refuse devices that cannot share a training.
+
+    Args:
+        settings: of the training.
+        devices: that are to share it; empty for one.
+        given_by: flag or stage that the settings come from, for errors.
 
     Raises:
         OutputError: the optimizer keeps what cannot be held in parts.
         RecipeError: a step's micro-batches cannot be shared out evenly.
     """
-    settings, count = job.settings, len(job.devices)
+    count = len(devices)
     if not count:
         return
     if settings.optimizer != "adamw":
         raise OutputError(
             f"--devices: {settings.optimizer} keeps moments of whole weights, which no device "
-            "holds; use --set optimizer=adamw"
+            f"holds; use optimizer adamw ({given_by})"
         )
     batches = settings.batch_size // min(settings.micro_batch, settings.batch_size)
     if batches % count:
         raise RecipeError(
             f"--devices: {count} devices for {batches} micro-batches of a step; let batch_size "
             f"({settings.batch_size}) over micro_batch ({settings.micro_batch}) be a multiple of "
-            f"{count}"
+            f"{count} ({given_by})"
         )
 
 
@@ -76,11 +85,12 @@ def open_models(job: DistilJob, held_on: str | None = None) -> tuple[Student, An
         ModelError: one cannot be read or trained.
     """
     teacher = None if job.teacher is None else _load_teacher(job, held_on)
+    rounded = job.rounded or job.teacher
     student = open_student(
         Path(job.student.path),
         job.settings,
         job.device,
-        teacher=None if job.teacher is None else Path(job.teacher.path),
+        rounded=None if rounded is None else Path(rounded.path),
         trust_remote_code=job.trust_remote_code,
         held_on=held_on,
     )

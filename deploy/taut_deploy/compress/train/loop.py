@@ -190,7 +190,11 @@ def deterministic() -> Iterator[None]:
 
 @torch.no_grad()
 def judge(
-    objective: Objective, sequences: torch.Tensor, batch: int, device: str
+    objective: Objective,
+    sequences: torch.Tensor,
+    batch: int,
+    device: str,
+    parts: Alone | None = None,
 ) -> dict[str, float]:
     """Mean of each part of the loss over sequences, nothing trained.
 
@@ -199,6 +203,7 @@ def judge(
         sequences: [n, T] int64; n may be 0.
         batch: sequences at a time.
         device: of the models.
+        parts: this process among those that share the batches.
 
     Returns:
         Parts by name, ``loss`` among them; empty without a sequence.
@@ -206,11 +211,17 @@ def judge(
     Raises:
         ModelError: a part is not finite.
     """
+    if not len(sequences):
+        return {}
+    sharing = parts or Alone()
     sums: dict[str, float] = {}
-    for tokens in torch.split(sequences, batch) if len(sequences) else ():
+    for tokens, counts in sharing.turns(torch.split(sequences, batch)):
         losses = objective(tokens.to(device))
         for name, value in {"loss": losses.total, **losses.parts}.items():
-            sums[name] = sums.get(name, 0.0) + float(value) * len(tokens) / len(sequences)
+            part = float(value) * len(tokens) / len(sequences) if counts else 0.0
+            sums[name] = sums.get(name, 0.0) + part
+    mine = torch.tensor(list(sums.values()), dtype=torch.float64, device=device)
+    sums = dict(zip(sums, sharing.total(mine).tolist(), strict=True))
     if not all(map(math.isfinite, sums.values())):
         raise _not_finite(0)
     return sums

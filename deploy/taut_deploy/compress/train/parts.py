@@ -21,8 +21,19 @@ class Alone:
         """Those of a step's micro-batches that this process takes."""
         return batches
 
+    def turns(self, batches: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, bool]]:
+        """What this process computes of any number of batches, and whether each one counts.
+
+        All processes take equally many turns: each takes part in putting weights together.
+        """
+        return [(batch, True) for batch in batches]
+
     def mean(self, values: torch.Tensor) -> torch.Tensor:
         """The mean over the processes of each value."""
+        return values
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum over the processes of each value."""
         return values
 
     def whole(self, value: torch.Tensor) -> torch.Tensor:
@@ -60,11 +71,20 @@ class Sharded(Alone):
         """Every so many of them; how many there are is a multiple of the processes."""
         return batches[self.rank :: self.count]
 
+    def turns(self, batches: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, bool]]:
+        """Every so many of them; who has none in the last turn computes the last one uncounted."""
+        places = range(self.rank, -(-len(batches) // self.count) * self.count, self.count)
+        return [(batches[min(i, len(batches) - 1)], i < len(batches)) for i in places]
+
     def mean(self, values: torch.Tensor) -> torch.Tensor:
         """The mean over the processes of each value."""
+        return self.total(values) / self.count
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum over the processes of each value."""
         total = values.clone()
         dist.all_reduce(total)
-        return total / self.count
+        return total
 
     def whole(self, value: torch.Tensor) -> torch.Tensor:
         """A tensor, put together where every process holds a part of it."""

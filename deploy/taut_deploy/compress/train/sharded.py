@@ -59,18 +59,18 @@ def train_rank(
         if one is not None:
             shard(one, mesh)
     masters = student.trained(settings)  # in parts, which they are not after a forward pass
+    parts = Sharded(rank, len(devices))
 
     def judge_now(when: str) -> dict[str, float]:
         if when in judged:  # known to all processes, or to none
             return judged[when]
         model.eval()
-        value = judge(objective, text.held_out, settings.micro_batch, devices[rank])
+        value = judge(objective, text.held_out, settings.micro_batch, devices[rank], parts)
         if rank == 0:
             workspace.commit(f"judged-{when}", value)
         return value
 
     before = judge_now("before")
-    parts = Sharded(rank, len(devices))
     trainer = Trainer(masters, objective, settings, workspace, devices[rank], parts)
     model.train()
     trainer.run(text.trained, tell if rank == 0 else lambda *_: None)

@@ -89,7 +89,7 @@ def open_student(
     settings: TrainSettings,
     device: str,
     *,
-    teacher: Path | None = None,
+    rounded: Path | None = None,
     trust_remote_code: bool = False,
     held_on: str | None = None,
 ) -> Student:
@@ -99,7 +99,7 @@ def open_student(
         directory: compressed-tensors or low-rank checkpoint, or a plain (pruned, shrunk) model.
         settings: how it starts.
         device: ``cpu`` or ``cuda``.
-        teacher: directory of the model it was made from, for ``start`` other than ``codes``.
+        rounded: directory of the weights that were rounded, for ``start`` other than ``codes``.
         trust_remote_code: let the model's own Python code run.
         held_on: device of the weights until they are moved; ``device`` if None.
 
@@ -115,7 +115,7 @@ def open_student(
     factors = _factors(directory, entry, reader)
     quantised = layer_schemes(model, entry) if isinstance(entry, dict) and not factors else ()
     layers = {name: read_layer(name, scheme, reader) for name, scheme in quantised}
-    starts = _starts(layers, settings.start, teacher)
+    starts = _starts(layers, settings.start, rounded)
     densities = _densities(directory)
     pruned: list[str] = []
     tied: dict[int, nn.Parameter] = {}
@@ -173,19 +173,19 @@ def _factors(directory: Path, entry: Any, reader: WeightReader) -> dict[str, Fac
 
 
 def _starts(
-    layers: dict[str, QuantizedLayer], start: str, teacher: Path | None
+    layers: dict[str, QuantizedLayer], start: str, rounded: Path | None
 ) -> dict[str, torch.Tensor]:
     """The master weight each quantised layer begins with, by module."""
-    if start == "codes" or teacher is None:
+    if start == "codes" or rounded is None:
         return {name: layer.weight for name, layer in layers.items()}
-    reader = WeightReader(teacher)
+    reader = WeightReader(rounded)
     found = {}
     for name, layer in layers.items():
         base = reader.read(f"{name}.weight").float()
         if base.shape != layer.weight.shape:
             raise ModelError(
-                f"{name}.weight: the teacher's shape {tuple(base.shape)} is not the student's "
-                f"{tuple(layer.weight.shape)}; use start: codes"
+                f"start: {name}.weight: the teacher's shape {tuple(base.shape)} is not the "
+                f"student's {tuple(layer.weight.shape)}; use codes"
             )
         if start == "cells":
             codes = codes_of(layer.weight, layer.scale, layer.zero, layer.grid)
