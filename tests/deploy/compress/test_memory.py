@@ -94,29 +94,6 @@ def test_the_peak_does_not_grow_with_depth(tmp_path):
     assert whole < 300e6
 
 
-# Lazy imports, the tokenizer, and what the allocator keeps.
-LIBRARIES = 150e6
-
-
-@pytest.mark.timeout(900)
-def test_gptq_holds_two_blocks_their_statistics_and_a_shard(tmp_path):
-    """Anonymous memory alone: a shard that is mapped goes whenever memory is wanted."""
-    text = write_text(tmp_path / "text.txt", 400, seed=5)
-    data = recipe_data(text, scheme="W4A16", group_size=128, algorithm="gptq")
-    found, sizes = [], []
-    for layers in (2, 14):
-        model = tmp_path / f"model-{layers}"
-        sizes.append(write_deep(model, layers))
-        found.append(held(model, data, tmp_path / f"o-{layers}"))
-    most = [one["anonymous"] - one["unused"] for one in found]
-    hessians = 4 * (3 * WIDTH**2 + INNER**2)
-    # A block and what it becomes in fp32, Hessians and one's factor, a shard as it is written.
-    bound = 2 * 2 * BLOCK_BYTES + 2 * hessians + BLOCK_BYTES + LIBRARIES
-    print(f"anonymous: {most[0] / 1e6:.0f} and {most[1] / 1e6:.0f} MB of {bound / 1e6:.0f}")
-    assert most[1] < bound
-    assert most[1] - most[0] < 2 * BLOCK_BYTES < 0.2 * (sizes[1] - sizes[0])
-
-
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("streams", "later"), [(1, None), (2, "reconstruct")])
 def test_the_states_of_the_calibration_are_held_once(streams, later, tmp_path):
