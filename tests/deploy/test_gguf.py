@@ -126,6 +126,15 @@ def test_a_file_called_in_capitals_is_a_gguf(tmp_path):
     assert ModelStore(tmp_path / "s").fetch(str(file)).name == "t"
 
 
+def test_what_was_fetched_is_found_by_its_name(tmp_path):
+    store = ModelStore(tmp_path / "s")
+    fetched = store.fetch(str(write_gguf(tmp_path / "mine.gguf")))
+    (tmp_path / "mine.gguf").unlink()
+    assert store.fetch("mine") == fetched
+    with pytest.raises(ModelError, match="'other': no such model; give one of"):
+        store.fetch("other")
+
+
 def test_a_configuration_that_transformers_refuses_is_one_line(tmp_path):
     file = write_gguf(tmp_path / "t.gguf", hidden=33, heads=1)  # rotary embeddings need pairs
     with pytest.raises(ModelError, match=r"t\.gguf: not a GGUF that transformers can read"):

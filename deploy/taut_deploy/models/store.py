@@ -112,8 +112,8 @@ class ModelStore:
         """Make ``reference`` available on disk and say where.
 
         Args:
-            reference: a catalogue name, a local HF directory, a GGUF file, or a hub id
-                ``owner/name`` or ``owner/name@REVISION``. A directory of pickled weights is
+            reference: a catalogue name, a name in the store, a local HF directory, a GGUF file, or
+                a hub id ``owner/name`` or ``owner/name@REVISION``. A directory of pickled weights is
                 rewritten into the store. Without a revision, what the store
                 has is taken as it is; else the newest commit of the main branch.
             force: replace a model of the same name that came from elsewhere.
@@ -142,8 +142,12 @@ class ModelStore:
             return self._materialise(name, origin, path.absolute(), force=force)
         if is_hub_id(reference):
             return self._fetch_from_hub(reference, force=force)
+        stored = read_record(self._root / reference) if is_name(reference) else None
+        if stored is not None:
+            return stored
         raise ModelError(
             f"{reference!r}: no such model; give one of {', '.join(sorted(CATALOG))}, "
+            "a name of 'taut model list', "
             "a Hugging Face id 'owner/name' or 'owner/name@REVISION', "
             "a local model directory or a .gguf file"
         )
