@@ -394,9 +394,12 @@ def is_alive(pid: int) -> bool:
 def worker_pid(served: Served) -> int:
     port = served.worker_url.rsplit(":", 1)[1]
     found = subprocess.run(
-        ["pgrep", "-f", f"vllm.* --port {port}"], capture_output=True, text=True, check=True
+        ["pgrep", "--oldest", "-f", f"cpu_server .* --port {port}"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    return int(found.stdout.split()[0])
+    return int(found.stdout)
 
 
 def test_killed_worker_is_restarted_and_readiness_says_so(served):
