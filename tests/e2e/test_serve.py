@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from pathlib import Path
 
 import anthropic
 import httpx
@@ -400,6 +401,19 @@ def worker_pid(served: Served) -> int:
         check=True,
     )
     return int(found.stdout)
+
+
+def test_engine_is_a_fork_of_its_server_and_has_torch_s_openmp_alone(served):
+    server = worker_pid(served)
+    named = {pid: Path(f"/proc/{pid}/comm").read_text().strip() for pid in children_of(server)}
+    (engine,) = [pid for pid, name in named.items() if name.startswith("VLLM::Engine")]
+    waiting = Path(f"/proc/{engine}/stat").read_text().rpartition(")")[2].split()[1]
+    # What is spawned has a command line of multiprocessing's.
+    lines = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in (waiting, server)]
+    assert lines[0] == lines[1]
+    maps = Path(f"/proc/{engine}/maps").read_text()
+    (openmp,) = set(re.findall(r"\S*/lib[a-z]*omp\S*\.so\S*", maps))
+    assert "/torch" in openmp
 
 
 def test_killed_worker_is_restarted_and_readiness_says_so(served):
