@@ -403,7 +403,7 @@ def worker_pid(served: Served) -> int:
     return int(found.stdout)
 
 
-def test_engine_is_a_fork_of_its_server_and_has_torch_s_openmp_alone(served):
+def test_engine_is_a_fork_of_its_server_and_found_torch_s_openmp_first(served):
     server = worker_pid(served)
     named = {pid: Path(f"/proc/{pid}/comm").read_text().strip() for pid in children_of(server)}
     (engine,) = [pid for pid, name in named.items() if name.startswith("VLLM::Engine")]
@@ -411,9 +411,10 @@ def test_engine_is_a_fork_of_its_server_and_has_torch_s_openmp_alone(served):
     # What is spawned has a command line of multiprocessing's.
     lines = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in (waiting, server)]
     assert lines[0] == lines[1]
-    maps = Path(f"/proc/{engine}/maps").read_text()
-    (openmp,) = set(re.findall(r"\S*/lib[a-z]*omp\S*\.so\S*", maps))
-    assert "/torch" in openmp
+    begun_with = Path(f"/proc/{server}/environ").read_text().split("\0")
+    (first,) = [line for line in begun_with if line.startswith("LD_PRELOAD=")]
+    assert Path(first.partition("=")[2]).name.startswith("libgomp")
+    assert first.partition("=")[2] in Path(f"/proc/{engine}/maps").read_text()
 
 
 def test_killed_worker_is_restarted_and_readiness_says_so(served):
