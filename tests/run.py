@@ -44,10 +44,8 @@ ALONE = (
     "deploy/test_bench_gateway_guard.py",
     "deploy/test_mock_engine.py",
     "deploy/test_validate_latency.py",
-    "service/test_faults_named.py",
     "service/test_faults_overload.py",
     "service/test_json_bounds.py",
-    "service/test_liveness.py",
 )
 """Of these folders, what measures times: a neighbour would be measured with it."""
 SLOWEST = ("--durations=12", "--durations-min=4")

@@ -6,9 +6,10 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from taut_deploy.worker import WorkerSpec, command_for, cpu_layout
-from taut_deploy.worker.cpu_layout import Cores, cores_here, environment_of
+from taut_deploy.worker.cpu_layout import Cores, before_imports, cores_here, environment_of
 
 TWO = Cores(2, 1)
 
@@ -104,6 +105,21 @@ def test_only_a_worker_on_a_cpu_is_told(monkeypatch, platform, added):
     )
     told = command_for(spec, None, platform).environment
     assert {name: told[name] for name in told if name.startswith("OMP_NUM")} == added
+
+
+def test_a_forked_engine_finds_torch_s_openmp_first_as_a_spawned_one_does():
+    added = before_imports({"LD_PRELOAD": "/lib/other.so"})
+    other, _, openmp = added["LD_PRELOAD"].partition(":")
+    assert other == "/lib/other.so"
+    assert Path(openmp).name.startswith("libgomp") and Path(openmp).is_file()
+    assert Path(torch.__file__).parent in Path(openmp).parents or "torch.libs" in openmp
+    assert before_imports({})["LD_PRELOAD"] == openmp
+    assert added["TORCHINDUCTOR_COMPILE_THREADS"] == "1"
+
+
+@pytest.mark.parametrize("library", ["libiomp5.so", "libgomp.so.1", "libomp.so"])
+def test_another_openmp_that_was_asked_for_stays(library):
+    assert "LD_PRELOAD" not in before_imports({"LD_PRELOAD": f"/opt/{library}"})
 
 
 def test_this_machine_has_no_more_cores_than_cpus():

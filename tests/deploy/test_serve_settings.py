@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shlex
 import socket
+import subprocess
+import sys
 
 import pytest
 from tiny_models import w8a8_data, write_calibration_text, write_llama, write_recipe
@@ -83,6 +86,45 @@ def test_a_second_start_reuses_what_exists(prepared):
     assert [m.directory for m in first] == [m.directory for m in second]
     assert [line.split()[0] for line in said] == ["fetching", "compressing", "fetching", "reusing"]
     assert len([p for p in home.checkpoints.iterdir() if p.is_dir()]) == 1
+
+
+def test_a_second_start_imports_nothing_that_computes(prepared):
+    """Which takes six CPU seconds, and memory for as long as it serves."""
+    settings, home, _, ((compressed, _), *_) = prepared
+    code = f"""
+import sys
+from pathlib import Path
+from taut_deploy.home import TautHome
+from taut_deploy.serve import ServeSettings, detach
+from taut_deploy.serve.prepare import prepare_models
+settings = ServeSettings(model={settings.model!r}, recipe={settings.recipe!r}, baseline=True)
+found = prepare_models(settings, TautHome(Path({str(home.root)!r})), print, print)
+print(found[0].directory, *sorted({{"torch", "transformers"}} & set(sys.modules)))
+"""
+    env = {**os.environ, "PYTHONSAFEPATH": "1"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=60)
+    assert done.stdout.splitlines()[-1] == str(compressed.directory), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("left", ["another text", "a state"])
+def test_what_a_manifest_cannot_tell_is_left_to_compression(prepared, monkeypatch, left):
+    settings, home, _, ((compressed, _), *_) = prepared
+    asked = []
+    monkeypatch.setattr(
+        "taut_deploy.compress.pipeline.compress", lambda job, _: asked.append(job.output)
+    )
+    prepare_models(settings, home, lambda _: None, lambda *_: None)
+    assert asked == []
+    if left == "a state":
+        state = compressed.directory / ".state"
+        state.mkdir()
+        prepare_models(settings, home, lambda _: None, lambda *_: None)
+        state.rmdir()
+    else:
+        monkeypatch.setattr("taut_deploy.serve.prepare.describe_text", lambda _: "other text")
+        prepare_models(settings, home, lambda _: None, lambda *_: None)
+    assert asked == [compressed.directory]
 
 
 def test_a_checkpoint_is_served_as_it_is(prepared):

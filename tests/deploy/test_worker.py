@@ -50,7 +50,7 @@ ARGUMENTS = [
 def test_the_command_on_a_cpu():
     command = build("cpu")
     assert list(command.argv) == [
-        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", "checkpoint"),
+        *(sys.executable, "-m", "taut_deploy.worker.cpu_server", "--model", "checkpoint"),
         *ARGUMENTS,
         *("--dtype", "bfloat16"),
     ]

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from pathlib import Path
 
 import anthropic
 import httpx
@@ -394,9 +395,26 @@ def is_alive(pid: int) -> bool:
 def worker_pid(served: Served) -> int:
     port = served.worker_url.rsplit(":", 1)[1]
     found = subprocess.run(
-        ["pgrep", "-f", f"vllm.* --port {port}"], capture_output=True, text=True, check=True
+        ["pgrep", "--oldest", "-f", f"cpu_server .* --port {port}"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    return int(found.stdout.split()[0])
+    return int(found.stdout)
+
+
+def test_engine_is_a_fork_of_its_server_and_found_torch_s_openmp_first(served):
+    server = worker_pid(served)
+    named = {pid: Path(f"/proc/{pid}/comm").read_text().strip() for pid in children_of(server)}
+    (engine,) = [pid for pid, name in named.items() if name.startswith("VLLM::Engine")]
+    waiting = Path(f"/proc/{engine}/stat").read_text().rpartition(")")[2].split()[1]
+    # What is spawned has a command line of multiprocessing's.
+    lines = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in (waiting, server)]
+    assert lines[0] == lines[1]
+    begun_with = Path(f"/proc/{server}/environ").read_text().split("\0")
+    (first,) = [line for line in begun_with if line.startswith("LD_PRELOAD=")]
+    assert Path(first.partition("=")[2]).name.startswith("libgomp")
+    assert first.partition("=")[2] in Path(f"/proc/{engine}/maps").read_text()
 
 
 def test_killed_worker_is_restarted_and_readiness_says_so(served):

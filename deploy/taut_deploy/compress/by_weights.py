@@ -5,7 +5,6 @@ block's weights alone, so that neither the number of processes nor their order c
 Golden prompts then run through the stored blocks, one after another.
 """
 
-import multiprocessing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -17,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from taut_deploy.compress.block import compress_block, run_prompts
-from taut_deploy.compress.child_process import end_with_parent
+from taut_deploy.compress.child_process import context_for, end_with_parent
 from taut_deploy.compress.formats.protocol import StoredCodes, WeightFormat
 from taut_deploy.compress.hidden_states import HiddenStates
 from taut_deploy.compress.job import CompressionJob, open_checked_stream, stored_dtype
@@ -122,9 +121,9 @@ def _step(block: DecoderBlock) -> str:
 
 def _compressed(parts: Parts, indices: Sequence[int]) -> Iterator[tuple[int, list[Any]]]:
     """Each block's position and its reports, as they are done."""
-    spawn = multiprocessing.get_context("spawn")  # forked, torch's threads would be gone
     count = min(parts.job.workers, len(indices))
-    with ProcessPoolExecutor(count, spawn, _open, (parts,)) as pool:
+    context = context_for([parts.job.device])
+    with ProcessPoolExecutor(count, context, _open, (parts,)) as pool:
         waiting = [pool.submit(_compress, index) for index in indices]
         broken: BrokenProcessPool | None = None
         try:

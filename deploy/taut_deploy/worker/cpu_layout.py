@@ -6,6 +6,7 @@ one process can hold both, a worker asks for that. vLLM then leaves OpenMP's thr
 environment, which is written here.
 """
 
+import importlib.util
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,9 +16,11 @@ from taut_deploy.vllm_flags import PARALLEL_FLAGS, names_one_of
 
 _TOPOLOGY = Path("/sys/devices/system")
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
-_ONE_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
+ONE_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
+"""``0``: engine and model share a process."""
 _BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 _EXECUTOR_FLAGS = (*PARALLEL_FLAGS, "--distributed-executor-backend", "--nnodes", "-n")
+_OPENMP = ("libomp", "libgomp", "libiomp")
 
 
 @dataclass(frozen=True)
@@ -70,14 +73,33 @@ def environment_of(
         cores: of this machine.
         workers: as many share the cores.
     """
-    is_chosen = environment.get(_ONE_PROCESS) or environment.get(_BINDING)
+    is_chosen = environment.get(ONE_PROCESS) or environment.get(_BINDING)
     if is_chosen or cores.nodes > 1 or names_one_of(extra, _EXECUTOR_FLAGS):
         return {}
-    added = {_ONE_PROCESS: "0"}
+    added = {ONE_PROCESS: "0"}
     if not environment.get("OMP_NUM_THREADS"):
         # One core is left to the API's process and to the gateway, as vLLM leaves one: threads
         # that wait for a thread without a core multiply a step's time.
         added["OMP_NUM_THREADS"] = str(max(1, (cores.count - 1) // workers))
+    return added
+
+
+def before_imports(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return what vLLM writes for an engine that it starts anew; a forked one needs it earlier.
+
+    Args:
+        environment: what the worker inherits; an OpenMP library that it loads first stays.
+    """
+    added = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_CPP_DYNAMIC_THREADS": "1"}
+    first = environment.get("LD_PRELOAD", "")
+    torch = importlib.util.find_spec("torch")
+    if torch is None or torch.origin is None or any(name in first for name in _OPENMP):
+        return added
+    # Bound to cores, threads of another OpenMP than torch's own would share one.
+    package = Path(torch.origin).parent
+    for folder in (package.parent / "torch.libs", package / "lib"):
+        if found := sorted(folder.glob("libgomp*.so*")):
+            return added | {"LD_PRELOAD": ":".join(filter(None, (first, str(found[0]))))}
     return added
 
 

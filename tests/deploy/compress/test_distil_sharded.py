@@ -103,13 +103,19 @@ def test_two_processes_train_as_one_does(room, tmp_path):
 
 
 def ranks_of(parent: int) -> list[int]:
-    """The processes that were spawned by another, in the order of their start."""
-    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    """The processes that a process's fork server has forked, in the order of their start."""
+    servers = [one for one in children_of(parent) if b"forkserver" in command_of(one)]
+    return sorted(one for server in servers for one in children_of(server))
+
+
+def children_of(process: int) -> list[int]:
     return [
-        int(one)
-        for one in sorted(children, key=int)
-        if b"spawn_main" in Path(f"/proc/{one}/cmdline").read_bytes()
+        int(one) for one in Path(f"/proc/{process}/task/{process}/children").read_text().split()
     ]
+
+
+def command_of(process: int) -> bytes:
+    return Path(f"/proc/{process}/cmdline").read_bytes()
 
 
 def shards(directory: Path) -> dict[str, bytes]:

@@ -1,6 +1,5 @@
 """Processes of one run, one for each device: started, listened to, ended together."""
 
-import multiprocessing
 import os
 import tempfile
 import traceback
@@ -11,7 +10,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from taut_deploy.compress.child_process import end_with_parent
+from taut_deploy.compress.child_process import context_for, end_with_parent
 from taut_deploy.errors import OutputError, TautError
 
 # (rank, devices, tell, what else) -> what rank 0 gives back
@@ -42,16 +41,16 @@ def run_ranks(
         TautError: what one of the processes raised.
         OutputError: a process ended without a word.
     """
-    spawn = multiprocessing.get_context("spawn")  # forked, torch's threads would be gone
+    context = context_for(devices)
     processes: list[BaseProcess] = []
     pipes: list[Connection] = []
     with tempfile.TemporaryDirectory(prefix="taut-ranks-") as folder:
         meeting = str(Path(folder) / "meeting")
         try:
             for rank in range(len(devices)):
-                listen, tell = spawn.Pipe(duplex=False)
+                listen, tell = context.Pipe(duplex=False)
                 arguments = (function, rank, tuple(devices), meeting, tell, tuple(given))
-                process: BaseProcess = spawn.Process(target=_enter, args=arguments, daemon=True)
+                process: BaseProcess = context.Process(target=_enter, args=arguments, daemon=True)
                 process.start()
                 tell.close()  # so that its end is seen here
                 processes.append(process)
