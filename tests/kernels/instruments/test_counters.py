@@ -66,6 +66,8 @@ BY_HAND: list[tuple[str, dict[str, int], Work]] = [
     ("reduce", {}, Work(192, 384, 6)),
     # x 3·128, weight 64·128·4, scales 3·4 and 64·4
     ("int8_gemm_cpu", {}, Work(49152, 384 + 32768 + 12 + 256, 384)),
+    # x 3·128 in bf16, weight 64·128, scales and sums 64·4
+    ("int8_linear_cpu", {}, Work(49152, 768 + 8192 + 512, 384)),
 ]
 # M=3, H=32, Ht=64, V=96 in bf16: 288 logits; targets 24; loss 4, lse 12.
 STUDENT, TEACHER, LOGITS = 3 * 32 * 2 + 96 * 32 * 2, 3 * 64 * 2 + 96 * 64 * 2, 3 * 96

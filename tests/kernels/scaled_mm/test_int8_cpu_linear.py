@@ -16,7 +16,15 @@ VNNI = pytest.param(
     True, marks=pytest.mark.skipif(not cpu_linear.has_vnni(), reason="this CPU has no AVX512-VNNI")
 )
 both_sets = pytest.mark.parametrize("vnni", [VNNI, False])
-SHAPES = [(960, 576, 1), (33, 37, 3), (50, 1536, 8), (1, 1, 33), (16, 100, 7), (70, 6, 12), (5, 9, 0)]
+SHAPES = [
+    (960, 576, 1),
+    (33, 37, 3),
+    (50, 1536, 8),
+    (1, 1, 33),
+    (16, 100, 7),
+    (70, 6, 12),
+    (5, 9, 0),
+]
 
 
 def _random(*shape: int, seed: int) -> torch.Tensor:
@@ -38,9 +46,7 @@ def _multiply(
 ) -> torch.Tensor:
     packed, sums = cpu_linear.pack(codes)
     rest = (*given, None, None, None)[:3]
-    y: torch.Tensor = torch.ops.taut.int8_linear_cpu(
-        x, packed, scale, sums, *rest, symmetric, vnni
-    )
+    y: torch.Tensor = torch.ops.taut.int8_linear_cpu(x, packed, scale, sums, *rest, symmetric, vnni)
     return y
 
 
@@ -85,7 +91,9 @@ def test_rows_of_zeros_and_rows_that_are_no_numbers(vnni: bool) -> None:
     assert torch.equal(y[0], bias)
     assert y[2].isnan().all() and not y[[0, 1, 3]].isnan().any()
     scale = torch.zeros(20)
-    assert torch.equal(_multiply(x[1:2], codes, scale, None, vnni=vnni), torch.zeros(1, 20).bfloat16())
+    assert torch.equal(
+        _multiply(x[1:2], codes, scale, None, vnni=vnni), torch.zeros(1, 20).bfloat16()
+    )
 
 
 @needs_op

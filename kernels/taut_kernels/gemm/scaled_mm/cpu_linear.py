@@ -33,7 +33,7 @@ from taut_kernels.launch.op_registration import register_op
 OP = "int8_linear_cpu"
 MOST_FEATURES = 65536
 """Input features whose sums, 255 · 128 each, stay within 32 bits."""
-_SOURCE = Path(__file__).with_suffix(".cpp")
+SOURCE = Path(__file__).with_suffix(".cpp")
 _BLOCK, _QUAD = 16, 4
 
 
@@ -41,7 +41,7 @@ def why_not_here() -> str | None:
     """Compile and load the op; say why it cannot run in this process, None where it can."""
     if not torch.cpu._is_avx2_supported():
         return "this CPU has no AVX2"
-    return cpp_library.load(_SOURCE)
+    return cpp_library.load(SOURCE)
 
 
 def has_vnni() -> bool:
