@@ -107,7 +107,8 @@ def main() -> None:
             least["floor", 0] = min(least.get(("floor", 0), float("inf")), floor)
     floor = least["floor", 0]
     say = sys.stdout.write
-    say(f"read by a sum, in turn with the products: {size / 1e6:.0f} MB at {size / floor / 1e9:.1f} GB/s, {floor * 1e3:.1f} ms\n")
+    rate = f"{size / 1e6:.0f} MB at {size / floor / 1e9:.1f} GB/s, {floor * 1e3:.1f} ms"
+    say(f"read by a sum, in turn with the products: {rate}\n")
     for name in ways:
         say(f"{name}: " + ", ".join(f"{M}: {least[name, M] * 1e3:.1f} ms" for M in _TOKENS) + "\n")
 
