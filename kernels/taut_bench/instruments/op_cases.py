@@ -19,7 +19,7 @@ from taut_bench.instruments.errors import InstrumentError
 from taut_bench.instruments.subject import Subject
 from taut_bench.testing import scaled_mm as testing_scaled_mm
 from taut_kernels.activation import silu_mul
-from taut_kernels.gemm.scaled_mm import cpu_int8
+from taut_kernels.gemm.scaled_mm import cpu_int8, cpu_linear
 from taut_kernels.gemm.scaled_mm import op_fp8 as fp8
 from taut_kernels.gemm.scaled_mm import op_int8 as w8a8
 from taut_kernels.gemm.w4a16 import cpu as w4a16_cpu
@@ -94,6 +94,17 @@ def _int8_cpu(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[A
     )
     scales = case.weight_scale.reshape(-1)
     return (case.x, case.weight.float(), case.x_scale, scales, None, None, dtype)
+
+
+def _int8_linear_cpu(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+    if (reason := cpu_linear.why_not_here()) is not None:
+        raise ValueError(f"{cpu_linear.OP} cannot run here: {reason}")
+    M, N, K = sizes["M"], sizes["N"], sizes["K"]
+    case = testing_scaled_mm.make_scaled_mm_case("w8a8_gemm", M, N, K, device=str(device))
+    packed, sums = cpu_linear.pack(case.weight)
+    scales, vnni = case.weight_scale.reshape(-1), cpu_linear.has_vnni()
+    x = _draw((M, K), dtype, device)
+    return (x, packed, scales, sums, None, None, None, True, vnni)
 
 
 def _scaled_mm(op: str) -> Callable[[Sizes, torch.dtype, torch.device], tuple[Any, ...]]:
@@ -183,6 +194,7 @@ OP_CASES: dict[str, OpCase] = {
     "w4a16_gemm": OpCase(_W4A16, _HALF, _w4a16),
     "w4a16_gemm_cpu": OpCase(_W4A16, (torch.bfloat16,), _w4a16_cpu, ("cpu",)),
     cpu_int8.OP: OpCase(_PRODUCT, (torch.bfloat16,), _int8_cpu, ("cpu",)),
+    cpu_linear.OP: OpCase(_PRODUCT, (torch.bfloat16,), _int8_linear_cpu, ("cpu",)),
     "w8a8_gemm": OpCase(_PRODUCT, _HALF, _scaled_mm("w8a8_gemm")),
     "fp8_gemm": OpCase(_PRODUCT, _HALF, _scaled_mm("fp8_gemm")),
     "rms_norm": OpCase(_NORM, _FLOATS, _norm(_nothing)),

@@ -49,6 +49,12 @@ def _w4a16_gemm_cpu(call: Arguments) -> Work:
     )
 
 
+def _int8_linear_cpu(call: Arguments) -> Work:
+    (M, K), N = call.x.shape, call.weight_scale.shape[0]
+    moved = nbytes(call.x, call.weight, call.weight_scale, call.sums, call.bias)
+    return _gemm(M, N, K, moved, call.x.dtype)
+
+
 def _int8_gemm_cpu(call: Arguments) -> Work:
     (M, K), N = call.x_q.shape, call.weight.shape[0]
     return _gemm(
@@ -156,6 +162,7 @@ OP_WORK: dict[str, Callable[[Arguments], Work]] = {
     "w4a16_gemm": _w4a16_gemm,
     "w4a16_gemm_cpu": _w4a16_gemm_cpu,
     "int8_gemm_cpu": _int8_gemm_cpu,
+    "int8_linear_cpu": _int8_linear_cpu,
     "w8a8_gemm": _w8a8_gemm,
     "fp8_gemm": _fp8_gemm,
     "rms_norm": _rms_norm,

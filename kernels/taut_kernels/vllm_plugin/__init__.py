@@ -22,7 +22,7 @@ from taut_kernels.launch import measured_here
 from taut_kernels.vllm_plugin.mode import MODE_VARIABLE, MODES, requested_mode
 
 __all__ = ["MODES", "MODE_VARIABLE", "cache_key", "register", "requested_mode"]
-_SOURCE_SUFFIXES = {".py", ".json"}
+_SOURCE_SUFFIXES = {".py", ".cpp", ".json"}
 
 
 def cache_key(verdicts: Path | None = None) -> str:

@@ -49,14 +49,15 @@ def _why_no_eight_bits(kernel: Any) -> str | None:
     return block_scaled_mm.why_not_chosen(kernel) or scaled_mm.why_not_chosen(kernel)
 
 
-def _replace_wrong_int8() -> None:
-    """Put our int8 kernel first on a CPU where vLLM's multiplies wrongly; say so."""
+def _replace_int8() -> None:
+    """Put our int8 kernel first on a CPU where vLLM's multiplies wrongly, or slowly; say so."""
     from taut_kernels.vllm_plugin import cpu_int8
 
-    if (reason := cpu_int8.why_not_stock()) is not None:
+    if (reason := cpu_int8.why_ours()) is not None:
         ours = cpu_int8.TautCPUInt8ScaledMMLinearKernel
         compat.insert_scaled_mm_first(ours, kernel_selection, "INT8", "CPU")
-        _logger.warning("taut kernels: %s; W8A8 layers run on %s", reason, cpu_int8.OURS)
+        say = _logger.info if cpu_int8.why_not_stock() is None else _logger.warning
+        say("taut kernels: %s; W8A8 layers run on %s", reason, cpu_int8.OURS)
 
 
 def _refuse_wrong_int8(choices: list[selection.LayerChoice]) -> None:
@@ -94,7 +95,7 @@ def install(mode: str) -> None:
     taut_format.install()
     token_tables.install()
     if current_platform.is_cpu():
-        _replace_wrong_int8()
+        _replace_int8()
         compiled_graph.allow_loading()
         model_inspection.inspect_here(model_registry)
 

@@ -66,6 +66,8 @@ BY_HAND: list[tuple[str, dict[str, int], Work]] = [
     ("reduce", {}, Work(192, 384, 6)),
     # x 3·128, weight 64·128·4, scales 3·4 and 64·4
     ("int8_gemm_cpu", {}, Work(49152, 384 + 32768 + 12 + 256, 384)),
+    # x 3·128 in bf16, weight 64·128, scales and sums 64·4
+    ("int8_linear_cpu", {}, Work(49152, 768 + 8192 + 512, 384)),
 ]
 # M=3, H=32, Ht=64, V=96 in bf16: 288 logits; targets 24; loss 4, lse 12.
 STUDENT, TEACHER, LOGITS = 3 * 32 * 2 + 96 * 32 * 2, 3 * 64 * 2 + 96 * 64 * 2, 3 * 96
@@ -157,6 +159,12 @@ def test_every_op_is_counted_by_hand_above() -> None:
     assert {loss for loss, _, _, _ in LOSSES_BY_HAND} == losses
 
 
+def _argument_names(op: str) -> list[str]:
+    packet = getattr(torch.ops.taut, op)
+    schema = getattr(packet, packet.overloads()[0])._schema
+    return [argument.name for argument in schema.arguments]
+
+
 @pytest.mark.parametrize("op", sorted(set(FORWARD_ONLY) - {"rope", "rope_apart"}))
 def test_formula_agrees_with_the_schema(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes by formula are those of all operands but the counters of split sums."""
@@ -166,8 +174,8 @@ def test_formula_agrees_with_the_schema(op: str, monkeypatch: pytest.MonkeyPatch
     schema = count(subject).dispatched
     arrivals = sum(
         touched_bytes(tensor)
-        for tensor in subject.args
-        if isinstance(tensor, torch.Tensor) and tensor.dtype is torch.int32 and tensor.dim() == 1
+        for name, tensor in zip(_argument_names(op), subject.args, strict=False)
+        if name == "arrivals"
     )
     assert (schema.read, schema.written) == (formula.read + arrivals, formula.written)
 

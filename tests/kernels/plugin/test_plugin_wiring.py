@@ -71,10 +71,14 @@ def test_cache_key_follows_mode_and_sources(
     (package / "vllm_plugin").mkdir(parents=True)
     (package / "vllm_plugin" / "__init__.py").write_text("")
     (package / "tiles.json").write_text("{}")
+    (package / "op.cpp").write_text("")
     monkeypatch.setattr(vllm_plugin, "__file__", str(package / "vllm_plugin" / "__init__.py"))
     before = vllm_plugin.cache_key()
-    (package / "tiles.json").write_text("{ }")
-    assert vllm_plugin.cache_key() != before
+    for name in ("tiles.json", "op.cpp"):
+        (package / name).write_text("{ }")
+        after = vllm_plugin.cache_key()
+        assert after != before, name
+        before = after
 
 
 # --- self-check ----------------------------------------------------------------------------------
