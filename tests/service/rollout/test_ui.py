@@ -54,6 +54,14 @@ async def test_the_page_shows_the_rollout_and_its_buttons_move_it(
                 assert (await admin.harness.post(body)).status == 200
             await has(page, "Agreement 100.00 %")
             await has(page, "Waits: ")
+            times = "[...document.querySelectorAll('#latencies tbody td')].map(t => t.innerText)"
+            await page.until(f"{times}.at(-1) === '6'")
+            told = await page.value(times)
+            assert told[:4] == ["m", "base", "–", "–"], "no answer was a stream"
+            assert told[4].count("ms, ") + told[4].count("s, ") >= 1
+            streamed = {**body, "stream": True}
+            assert (await admin.harness.post(streamed)).status == 200
+            await page.until(f"{times}[2].endsWith('s')")
             label = "document.querySelector('svg[aria-label^=kl]').getAttribute('aria-label')"
             assert ", at most 0.2" in await page.value(label)
             await click(page, "Roll back")

@@ -48,6 +48,26 @@ async function refresh() {
   }
 }
 
+// A median and what one in twenty exceeds.
+function spread(of) {
+  const text = (s) => (s < 1 ? `${(1000 * s).toPrecision(3)} ms` : `${s.toPrecision(3)} s`);
+  return of === null ? "–" : `${text(of.p50)}, ${text(of.p95)}`;
+}
+
+function showLatencies() {
+  const rows = [];
+  for (const [model, told] of Object.entries(state.models)) {
+    for (const [variant, { latency }] of Object.entries(told.variants)) {
+      if (!latency.answers) continue;
+      const spreads = [latency.first_token, latency.per_token, latency.whole].map(spread);
+      rows.push([model, variant, ...spreads, String(latency.answers)]);
+    }
+  }
+  const heads = ["Model", "Variant", "First token", "Between tokens", "Whole answer", "Answers"];
+  const caption = "Latency of the newest answers: median, and what one in twenty exceeds";
+  find("latencies").replaceChildren(...(rows.length ? [table(caption, heads, rows)] : []));
+}
+
 function showModels() {
   const draining = state.draining ? ", draining" : "";
   find("summary").textContent =
@@ -67,6 +87,7 @@ function showModels() {
   }
   const heads = ["Model", "Variant", "Share", "Worker", "State", "Requests"];
   find("models").replaceChildren(table("Every worker", heads, rows));
+  showLatencies();
   choose();
 }
 
