@@ -41,7 +41,7 @@ def reports(tmp_path_factory):
     asked = {"tasks": (task,), "policy": path / "p.yaml", "slices": ("languages", "chat")}
     local = run_validation(job_for(path, **asked, output=path / "local"))
     baseline, candidate = FakeServer(path / "baseline"), FakeServer(path / "candidate")
-    plan = LatencyPlan(requests=32, concurrency=(4,), prompt_tokens=8, output_tokens=4)
+    plan = LatencyPlan(requests=32, concurrency=(1, 4), prompt_tokens=8, output_tokens=4)
     with baseline.listening() as first, candidate.listening() as second:
         urls = {"baseline": first, "candidate": second, "latency_plan": plan}
         served = run_validation(job_for(path, **asked, **urls, output=path / "served"))
@@ -92,6 +92,20 @@ def test_the_histogram_counts_every_position(reports):
     histogram = report["kl"]["histogram"]
     assert sum(histogram["counts"]) + histogram["below"] == report["text"]["predictions"]
     assert histogram["edges"][-1] > report["kl"]["max"]
+
+
+def test_several_numbers_of_requests_in_flight_are_a_sweep(reports):
+    report = json.loads(reports["served"].report_json.read_text())
+    page = render_page(report)
+    (drawn,) = re.findall(r'<div class="charts" id="sweep">(.*?)</div>', page, re.DOTALL)
+    assert drawn.count("<svg") == 2
+    assert "requests in flight" in drawn and "tokens/s" in drawn
+    first, second = report["latency"]["levels"]
+    second["candidate"]["ttft_ms"]["p50"] = None  # no answer at all
+    render_page(report)
+    report["latency"]["levels"] = [first]
+    assert 'id="sweep"' not in render_page(report)
+    assert 'id="sweep"' not in reports["local"].report_page.read_text()
 
 
 def test_the_page_has_no_script_and_no_address(reports):
