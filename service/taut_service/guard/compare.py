@@ -171,14 +171,14 @@ async def _read(
     if not before or not after or len(tokens) > settings.max_tokens:
         found.result = "too_long" if before and after else "unsupported"
         return None
-    first, first_s = await _of_baseline(baseline.distributions(tokens, len(before)))
+    first, first_s = await _of_baseline(baseline.distributions(tokens, len(before), settings.top_k))
     try:
-        theirs, seconds = await candidate.distributions(tokens, len(before))
+        theirs, seconds = await candidate.distributions(tokens, len(before), settings.top_k)
     except NotFiniteError as error:
         found.why = str(error)
         found.values = {KL: FULL, DISAGREEMENT: FULL}
         return None
-    again, again_s = await _of_baseline(baseline.distributions(tokens, len(before)))
+    again, again_s = await _of_baseline(baseline.distributions(tokens, len(before), settings.top_k))
     reading, floor = await diverge_in_turns(first, (theirs, again), settings.kl_clip_nats)
     slow = seconds > settings.max_slowdown * (first_s + again_s) / 2
     found.tokens, found.first = reading.tokens, reading.first
@@ -203,7 +203,7 @@ async def _surprise_of(
     after = after[: settings.max_answer_tokens]
     if not after or len(prompt) + len(after) > settings.max_tokens:
         return None
-    told, _ = await reader.distributions(prompt + after, len(prompt))
+    told, _ = await reader.distributions(prompt + after, len(prompt), top_k=0)
     return surprise(told, after)
 
 

@@ -14,8 +14,6 @@ from taut_deploy.validate.checkpoint_source import CheckpointSource
 from taut_service.guard.divergence import Distribution
 from taut_service.guard.tap import Heard
 
-TOP_K = 5
-
 
 def _kept(scale: torch.Tensor, _: Any, __: Any, values: torch.Tensor) -> torch.Tensor:
     most = torch.finfo(torch.float8_e4m3fn).max
@@ -60,11 +58,11 @@ class DirectoryReader:
         return self.source.score([*tokens, tokens[-1]]).logits.float().log_softmax(-1)
 
     async def distributions(
-        self, tokens: list[int], prompt: int
+        self, tokens: list[int], prompt: int, top_k: int
     ) -> tuple[list[Distribution], float]:
         found = []
         for row, token in zip(self.logs(tokens)[prompt - 1 : -1], tokens[prompt:], strict=True):
-            shown = {token, *row.topk(TOP_K).indices.tolist()}
+            shown = {token, *row.topk(top_k).indices.tolist()}
             found.append({one: float(row[one]) for one in shown})
         return found, self.delay_s
 
