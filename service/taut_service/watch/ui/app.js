@@ -1,4 +1,4 @@
-import { course, element, interval, percent, table } from "./draw.js";
+import { bound, course, element, interval, percent, table } from "./draw.js";
 
 const EVERY_MS = 2000;
 const KEPT = 150;
@@ -164,7 +164,7 @@ function drawEvidence(model, evidence) {
     .map(([name, told]) => [
       name, interval(name, told),
       `${told.mean.toFixed(4)} in [${told.low.toFixed(4)}, ${told.high.toFixed(4)}]`,
-      String(told.bound), String(told.answers),
+      bound(told.bound), String(told.answers),
     ]);
   if (rows.length) {
     const heads = ["Measure", "", "Beyond the baseline's noise", "At most", "Answers"];
