@@ -1,14 +1,16 @@
 """Write ``docs/examples/``: what two commands left, as they left it, and pictures of their pages.
 
 ``python docs/make_examples.py --validation DIR --rollout DIR`` takes the outputs of
-``taut validate`` and of ``taut bench rollout``; one of the two is enough. Only the folder that
-holds the output is left out of paths, the home folder is written ``~``, and pictures have fewer
-colours. An example of more than 300 kB is refused.
+``taut validate`` and of ``taut bench rollout``; one of the two is enough. Only the folders that
+hold the output and this repository are left out of paths, the model store is written
+``$TAUT_HOME`` where that is set, the home folder ``~``, and pictures have fewer colours. An example
+of more than 300 kB is refused.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -19,6 +21,7 @@ from PIL import Image
 from taut_deploy.bench.rollout_page import Scheme, photograph
 
 EXAMPLES = Path(__file__).parent / "examples"
+_REPOSITORY = Path(__file__).resolve().parents[1]
 MOST_BYTES = 300_000
 _COLOURS = 64
 _PAGE = 900, 1200
@@ -76,7 +79,10 @@ def copy_texts(source: Path, target: Path, names: Sequence[str]) -> None:
     Raises:
         ExampleError: one is missing.
     """
-    machine = {f"{source.resolve().parent}/": "", str(Path.home()): "~"}
+    machine = {f"{source.resolve().parent}/": "", f"{_REPOSITORY}/": ""}
+    if store := os.environ.get("TAUT_HOME"):
+        machine[store] = "$TAUT_HOME"
+    machine[str(Path.home())] = "~"
     target.mkdir(parents=True, exist_ok=True)
     for name in names:
         text = _there(source, name).read_text(encoding="utf-8")

@@ -233,6 +233,7 @@ def _admin_of(parts: _Parts, host: str) -> FastAPI:
             drain=parts.drain,
             keys=parts.keys,
             usage=parts.usage,
+            metrics=parts.metrics,
             host=host,
             rollout=rollout,
         )

@@ -83,6 +83,7 @@ def test_mock_reads_as_much_as_it_is_sent() -> None:
     answer = read(b'{"prompt": [5, 6, 7, 8], "prompt_logprobs": 5}').partition(b"\r\n\r\n")[2]
     places = read_distributions(json.loads(answer), 1, 4)
     assert [len(place) for place in places] == [6, 6, 6]
+    assert all(own in place for own, place in zip((6, 7, 8), places, strict=True))
     again = read(b'{"prompt": [5, 6, 7, 8], "prompt_logprobs": 5}').partition(b"\r\n\r\n")[2]
     second = read_distributions(json.loads(again), 1, 4)
     kl, disagreement, _, _ = diverge(expected(places), second, 1.0)

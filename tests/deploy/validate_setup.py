@@ -135,7 +135,7 @@ class FakeServer:
 
     It is a fake: the shape of its answers was copied from the interface's definition, not from a
     running server. ``alter`` may change an answer (path, body) → body before it is sent; a returned
-    integer is sent as an HTTP error.
+    integer is sent as an HTTP error, None ends the connection without an answer.
     """
 
     def __init__(self, model_path: Path, max_logprobs: int = 20) -> None:
@@ -240,6 +240,9 @@ class FakeServer:
                 fake.requests.append((self.path, body, self.headers.get("Authorization")))
                 fake.pins.add(self.headers.get("X-Taut-Variant"))
                 answer = fake.alter(self.path, fake.answer(self.path, body))
+                if answer is None:
+                    self.close_connection = True
+                    return
                 status, content = (
                     (answer, {"error": {"message": f"refused with {answer}"}})
                     if isinstance(answer, int)

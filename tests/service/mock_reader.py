@@ -19,6 +19,8 @@ import numpy.typing as npt
 from mock_engine import Conversation, Faults, MockEngine, Seen
 
 WORDS = 24
+FIRST_TOKEN = 96
+"""Tokens are bytes, and those that the table knows are ``96`` to ``119``: a multiple of 24 on."""
 Logits = npt.NDArray[np.float64]
 
 
@@ -38,7 +40,8 @@ class Reading:
 
     ``harm`` and ``noise`` are standard deviations added to its logits: harm is always the same at
     a place, noise differs from call to call. ``prefix`` stands before every prompt, as another
-    chat template would. ``answer`` replaces an answer to a conversation or a prompt.
+    chat template would. ``answer`` replaces an answer to a conversation or a prompt, ``calls_tool``
+    makes it the arguments of a call. With a ``temperature`` answers are drawn from the table.
     """
 
     harm: float = 0.0
@@ -49,6 +52,9 @@ class Reading:
     status: int = 200
     raw: bytes | None = None
     answer: str | None = None
+    calls_tool: str | None = None
+    encoding: str = "utf-8"
+    temperature: float | None = None
     finish_reason: str = "stop"
     seed: int = 0
     calls: list[str] = field(default_factory=list)
@@ -81,7 +87,7 @@ class ReadingConversation(Conversation):
         body = request.json if request.body else {}
         if path == "/tokenize":
             reading.calls.append(path)
-            tokens = list(text_of(body, reading.prefix).encode())
+            tokens = list(text_of(body, reading.prefix).encode(reading.encoding))
             self.write(200, json.dumps({"tokens": tokens, "count": len(tokens)}).encode())
         elif path == "/v1/completions" and "prompt_logprobs" in body:
             reading.calls.append("read")
@@ -119,7 +125,7 @@ class ReadingConversation(Conversation):
             nan = float("nan") if reading.nan else 0.0
             found.append(
                 {
-                    str(token): {
+                    str(FIRST_TOKEN + token): {
                         "logprob": float(logs[token]) + nan,
                         "rank": int((logs > logs[token]).sum()) + 1,
                         "decoded_token": "x",
@@ -128,6 +134,18 @@ class ReadingConversation(Conversation):
                 }
             )
         return found
+
+    def draw(self, body: dict[str, Any]) -> str:
+        """Return an answer of ``max_tokens`` out of the table, by the worker's own temperature."""
+        reading, rng = self.engine.reading, self.engine.rng
+        assert "temperature" not in body and reading.temperature is not None
+        tokens = list(text_of(body, reading.prefix).encode())
+        before = len(tokens)
+        for _ in range(body["max_tokens"]):
+            logits, _ = _drawn(tuple(tokens[-4:]))
+            shares = np.exp(logits / reading.temperature)
+            tokens.append(FIRST_TOKEN + int(rng.choice(WORDS, p=shares / shares.sum())))
+        return bytes(tokens[before:]).decode()
 
     def events(self, body: dict[str, Any], path: str) -> Iterator[bytes]:
         reading = self.engine.reading
@@ -146,21 +164,25 @@ class ReadingConversation(Conversation):
 
     async def whole(self, body: dict[str, Any], path: str) -> None:
         reading = self.engine.reading
-        if reading.answer is None:
+        text = self.draw(body) if reading.temperature is not None else reading.answer
+        if text is None:
             await super().whole(body, path)
             return
-        words = reading.answer.split(" ")
+        words = text.split(" ")
         told = [{"token": word, "logprob": -0.5} for word in words]
-        text: dict[str, Any] = {"message": {"content": reading.answer}} if "chat" in path else {}
+        told_as: dict[str, Any] = {"message": {"content": text}} if "chat" in path else {}
+        if reading.calls_tool is not None:
+            call = {"function": {"name": reading.calls_tool, "arguments": text}}
+            told_as["message"] = {"content": None, "tool_calls": [call]}
         if body.get("logprobs"):
-            text["logprobs"] = (
+            told_as["logprobs"] = (
                 {"content": told}
                 if "chat" in path
                 else {"tokens": words, "token_logprobs": [-0.5] * len(words)}
             )
-        choice = {"index": 0, "text": reading.answer, "finish_reason": reading.finish_reason}
+        choice = {"index": 0, "text": text, "finish_reason": reading.finish_reason}
         usage = {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8}
-        answer = {"id": "x", "model": body.get("model"), "choices": [{**choice, **text}]}
+        answer = {"id": "x", "model": body.get("model"), "choices": [{**choice, **told_as}]}
         self.write(200, json.dumps({**answer, "usage": usage}).encode())
 
 

@@ -19,13 +19,18 @@ KEYS = [
 
 
 def settings_of(
-    base: ReadingEngine, small: ReadingEngine, rollout: dict[str, Any], **sections: Any
+    base: ReadingEngine,
+    small: ReadingEngine,
+    rollout: dict[str, Any],
+    *,
+    guard: dict[str, Any] | None = None,
+    **sections: Any,
 ) -> Settings:
     each = {"base": {"weight": 1.0}, "small": {"weight": 0.0}}
     model = variants_for({"base": [base], "small": [small]}, baseline="base", each=each)
     model["aliases"] = ["other"]
     model["max_model_len"] = 4096
-    guard = {
+    compared = {
         "sample": 1.0,
         "max_cpu_share": None,
         "max_queued": 500,
@@ -37,7 +42,7 @@ def settings_of(
         {
             "models": [model],
             "admin": {"port": 0},
-            "guard": {**guard, **bounds},
+            "guard": {**compared, **bounds, **(guard or {})},
             "rollout": {**STEPS, "every_s": 0.05, **rollout},
             **sections,
         }

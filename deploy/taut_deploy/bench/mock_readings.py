@@ -55,17 +55,21 @@ def read(body: bytes) -> bytes:
     """
     try:
         request = json.loads(body)
-        count, top_k = len(request["prompt"]), int(request["prompt_logprobs"])
+        tokens, top_k = tuple(map(int, request["prompt"])), int(request["prompt_logprobs"])
     except (ValueError, KeyError, TypeError):
         return error(400, "prompt_logprobs want a prompt of token ids")
     if not 0 <= top_k <= _MAX_TOP_K:
         return error(400, f"prompt_logprobs: 0 to {_MAX_TOP_K}")
-    return _reading(count, top_k, next(_NUMBERS))
+    return _reading(tokens, top_k, next(_NUMBERS))
 
 
 @lru_cache(maxsize=16)
-def _reading(count: int, top_k: int, number: int) -> bytes:
-    entries = (_entry(place % _PLACES, top_k, number) for place in range(1, count))
+def _reading(tokens: tuple[int, ...], top_k: int, number: int) -> bytes:
+    count = len(tokens)
+    entries = (
+        _entry(place % _PLACES, token, top_k, number)
+        for place, token in enumerate(tokens[1:], start=1)
+    )
     told = b",".join((b"null", *entries))
     usage = {"prompt_tokens": count, "completion_tokens": 1, "total_tokens": count + 1}
     head = {"id": "mock-1", "object": "text_completion", "created": CREATED, "model": "m"}
@@ -78,14 +82,14 @@ def _reading(count: int, top_k: int, number: int) -> bytes:
 
 
 @lru_cache(maxsize=6 * _PLACES)
-def _entry(place: int, top_k: int, number: int) -> bytes:
+def _entry(place: int, own: int, top_k: int, number: int) -> bytes:
     chance = random.Random(place)  # noqa: S311 - numbers to be measured with
     weights = sorted((chance.expovariate(0.4) for _ in range(top_k + 1)), reverse=True)
     total = math.log(sum(map(math.exp, weights)) * 1.25)  # a fifth is left to all others
     told = {}
     for rank, weight in enumerate(weights, 1):
         # The text's own token is the last one. As a worker has it: a float of four bytes.
-        token = _token(place) if rank > top_k else chance.randrange(_VOCABULARY)
+        token = own if rank > top_k else chance.randrange(_VOCABULARY)
         (log,) = struct.unpack("f", struct.pack("f", weight - total - number * _NOISE))
         told[str(token)] = {"logprob": log, "rank": rank, "decoded_token": " tok"}
     return _compact(told)

@@ -26,7 +26,7 @@ class Question:
     Args:
         baseline: Uncompressed model: name, directory or URL.
         candidate: Compressed model: name, directory or URL.
-        output: Directory for report.html, .json, .md and junit.xml.
+        output: Directory for report.html, .json, .md, .prom and junit.xml.
         sign: Private key in PEM: sign the verdict in the checkpoint.
         explain: Say what the policy would need, and run nothing.
         resume: Go on with a run that broke off; by default if its inputs are the same.

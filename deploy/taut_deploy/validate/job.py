@@ -42,7 +42,7 @@ class ValidationJob:
         candidate: likewise; the two kinds may be mixed.
         text: UTF-8 file the models are scored on; never the calibration text.
         policy: built-in policy name or YAML file.
-        output: directory for ``report.json``, ``report.md`` and ``junit.xml``.
+        output: directory for ``report.json``, ``.md``, ``.html``, ``.prom`` and ``junit.xml``.
         sequences: number of token sequences, the blocks of the bootstrap.
         sequence_length: tokens per sequence, of which ``sequence_length - 1`` are predicted.
         seed: seed of the bootstrap and of the latency load; nothing else is random.

@@ -28,13 +28,14 @@ from taut_deploy.validate.markdown import render
 from taut_deploy.validate.page.render import render_page
 from taut_deploy.validate.policy import Policy
 from taut_deploy.validate.text import TokenizedText, Tokenizer
+from taut_deploy.validate.textfile import render_textfile
 
 SCHEMA = "taut-validation-report"
 # 2: latency, verdicts of both parts, a rule's part and concurrency. 3: serving. 4: tasks, slices, a
 # rule's subject, the histogram of the KL, cumulative latencies.
 SCHEMA_VERSION = 4
 JSON_NAME, MARKDOWN_NAME, JUNIT_NAME = "report.json", "report.md", "junit.xml"
-PAGE_NAME = "report.html"
+PAGE_NAME, TEXTFILE_NAME = "report.html", "report.prom"
 _WORST = 10
 _CONTEXT_TOKENS = 24
 
@@ -81,6 +82,7 @@ def discard_earlier(output: Path) -> None:
         (output / MARKDOWN_NAME).unlink(missing_ok=True)
         (output / JUNIT_NAME).unlink(missing_ok=True)
         (output / PAGE_NAME).unlink(missing_ok=True)
+        (output / TEXTFILE_NAME).unlink(missing_ok=True)
         (output / partial.PARTIAL_NAME).unlink(missing_ok=True)
         (output / JSON_NAME).unlink()
 
@@ -104,6 +106,7 @@ def write(output: Path, content: Mapping[str, Any]) -> tuple[Path, Path, Path, P
     write_text_atomically(markdown_file, render(content))
     write_text_atomically(junit_file, render_junit(content))
     write_text_atomically(page, render_page(content))
+    write_text_atomically(output / TEXTFILE_NAME, render_textfile(content))
     write_json_atomically(json_file, content)
     return json_file, markdown_file, junit_file, page
 

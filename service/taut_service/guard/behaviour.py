@@ -31,21 +31,23 @@ class Answer(NamedTuple):
     tool_calls: tuple[tuple[str, str], ...] = ()
 
 
-def faults(request: Mapping[str, Any], answer: Answer) -> dict[str, bool | None]:
+def faults(request: Mapping[str, Any], answer: Answer, other: Answer) -> dict[str, bool | None]:
     """Say which faults an answer has.
 
     Args:
         request: the client's body.
         answer: to it.
+        other: the other variant's answer to it.
 
     Returns:
         ``loop``: it ends in a repetition. ``cut``: it ran into the length limit. ``invalid``: not
-        the JSON, or not the tool calls, that were asked for; None where neither was.
+        the JSON, or not the tool calls, that were asked for, or no call where the other has a
+        good one; None where nothing was asked for.
     """
     return {
         "loop": is_loop(answer.text),
         "cut": answer.finish_reason == "length",
-        "invalid": _is_invalid(request, answer),
+        "invalid": _is_invalid(request, answer, other),
     }
 
 
@@ -74,17 +76,24 @@ def _wants_json(request: Mapping[str, Any]) -> bool:
     return isinstance(wished, Mapping) and wished.get("type") in ("json_object", "json_schema")
 
 
-def _is_invalid(request: Mapping[str, Any], answer: Answer) -> bool | None:
+def _is_invalid(request: Mapping[str, Any], answer: Answer, other: Answer) -> bool | None:
     if request.get("tools"):
         offered = _offered(request["tools"])
-        return any(
-            name not in offered or not isinstance(_parsed(arguments), dict)
-            for name, arguments in answer.tool_calls
-        )
+        if answer.tool_calls:
+            return not _are_good(answer, offered)
+        # Calls that a worker does not know as such any more come to the client as text.
+        return bool(other.tool_calls) and _are_good(other, offered)
     if not _wants_json(request):
         return None
     value = _parsed(answer.text)
     return not isinstance(value, dict) or _lacks_required(request["response_format"], value)
+
+
+def _are_good(answer: Answer, offered: set[str]) -> bool:
+    return all(
+        name in offered and isinstance(_parsed(arguments), dict)
+        for name, arguments in answer.tool_calls
+    )
 
 
 def _lacks_required(wished: Mapping[str, Any], value: Mapping[str, Any]) -> bool:

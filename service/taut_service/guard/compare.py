@@ -11,7 +11,7 @@ import asyncio
 import json
 from collections.abc import Awaitable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from taut_service.config.settings import GuardSettings
 from taut_service.guard.answers import answer_of, read_answer
@@ -21,6 +21,7 @@ from taut_service.guard.evidence import DISAGREEMENT, KL
 from taut_service.guard.prompts import prompt_of, shown_of
 from taut_service.guard.reader import BusyError, Reader, ReadError
 from taut_service.guard.reading import SMALL_BYTES, diverge_in_turns
+from taut_service.guard.sampling import drawn_apart, leaves_to_worker, surprise
 from taut_service.guard.tap import Heard
 
 _Result = TypeVar("_Result")
@@ -83,8 +84,8 @@ async def compare(
     shown = shown_of(prompt)
     found = Comparison(COMPARED, kind_of(request), prompt=shown, answer=answer.text)
     try:
-        if answer.text and not answer.tool_calls:
-            await _read(found, prompt, answer.text, candidate, baseline, settings)
+        text = "" if answer.tool_calls else answer.text
+        served = await _read(found, prompt, text, candidate, baseline, settings)
         if settings.regenerate and found.result == COMPARED:
             if by_candidate:
                 again = await _of_baseline(_answer_again(baseline, heard.path, request))
@@ -92,6 +93,12 @@ async def compare(
             else:
                 again = await _answer_again(candidate, heard.path, request)
                 _judge_behaviour(found, request, again, answer)
+            if served is not None and leaves_to_worker(request):
+                other = await _of_baseline(_surprise_of(again, served.prompt, baseline, settings))
+                if other is not None:
+                    ours = served.surprise
+                    pair = (ours, other) if by_candidate else (other, ours)
+                    found.values |= drawn_apart(*pair)
     except BusyError:
         return Comparison("load")
     except _BaselineError as error:
@@ -129,7 +136,18 @@ async def _tokens(
 ) -> tuple[list[int], list[int]]:
     """Return the tokens of prompt and answer, cut apart where the answer began."""
     before = prompt if isinstance(prompt, list) else await reader.tokens(prompt)
-    return before, await reader.tokens({"prompt": text, "add_special_tokens": False})
+    return before, await _tokens_of(reader, text) if text else []
+
+
+async def _tokens_of(reader: Reader, text: str) -> list[int]:
+    return await reader.tokens({"prompt": text, "add_special_tokens": False})
+
+
+class _Served(NamedTuple):
+    """Tokens of a prompt, and how surprising the baseline finds what was answered, in nats."""
+
+    prompt: list[int]
+    surprise: float
 
 
 async def _read(
@@ -139,25 +157,28 @@ async def _read(
     candidate: Reader,
     baseline: Reader,
     settings: GuardSettings,
-) -> None:
+) -> _Served | None:
+    """Have both read an answer; of one without text, make tokens of its prompt alone."""
     before, after = await _of_baseline(_tokens(baseline, prompt, text))
     if (before, after) != await _tokens(candidate, prompt, text):
         found.why = "the two variants make different tokens of the same text"
         found.values = {KL: FULL, DISAGREEMENT: FULL}
-        return
+        return None
+    if not text:
+        return None
     after = after[: settings.max_answer_tokens]
     tokens = before + after
     if not before or not after or len(tokens) > settings.max_tokens:
         found.result = "too_long" if before and after else "unsupported"
-        return
-    first, first_s = await _of_baseline(baseline.distributions(tokens, len(before)))
+        return None
+    first, first_s = await _of_baseline(baseline.distributions(tokens, len(before), settings.top_k))
     try:
-        theirs, seconds = await candidate.distributions(tokens, len(before))
+        theirs, seconds = await candidate.distributions(tokens, len(before), settings.top_k)
     except NotFiniteError as error:
         found.why = str(error)
         found.values = {KL: FULL, DISAGREEMENT: FULL}
-        return
-    again, again_s = await _of_baseline(baseline.distributions(tokens, len(before)))
+        return None
+    again, again_s = await _of_baseline(baseline.distributions(tokens, len(before), settings.top_k))
     reading, floor = await diverge_in_turns(first, (theirs, again), settings.kl_clip_nats)
     slow = seconds > settings.max_slowdown * (first_s + again_s) / 2
     found.tokens, found.first = reading.tokens, reading.first
@@ -168,6 +189,22 @@ async def _read(
         "disagreement_of_variant": reading.disagreement,
         "disagreement_of_baseline": floor.disagreement,
     }
+    found_surprise = surprise(first, after)
+    return None if found_surprise is None else _Served(before, found_surprise)
+
+
+async def _surprise_of(
+    answer: Answer, prompt: list[int], reader: Reader, settings: GuardSettings
+) -> float | None:
+    """Return how surprising a variant finds a whole answer; None for what cannot be read."""
+    if not answer.text or answer.tool_calls:
+        return None
+    after = await _tokens_of(reader, answer.text)
+    after = after[: settings.max_answer_tokens]
+    if not after or len(prompt) + len(after) > settings.max_tokens:
+        return None
+    told, _ = await reader.distributions(prompt + after, len(prompt), top_k=0)
+    return surprise(told, after)
 
 
 async def _answer_again(reader: Reader, path: str, request: dict[str, Any]) -> Answer:
@@ -182,7 +219,8 @@ async def _answer_again(reader: Reader, path: str, request: dict[str, Any]) -> A
 def _judge_behaviour(
     found: Comparison, request: dict[str, Any], candidate: Answer, baseline: Answer
 ) -> None:
-    theirs, ours = faults(request, candidate), faults(request, baseline)
+    theirs = faults(request, candidate, baseline)
+    ours = faults(request, baseline, candidate)
     for name, fault in theirs.items():
         if fault is not None:
             found.values[name] = float(fault) - float(bool(ours[name]))

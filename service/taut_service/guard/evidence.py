@@ -17,6 +17,7 @@ from taut_service.config.settings import GuardSettings
 from taut_service.guard.behaviour import KINDS
 from taut_service.guard.betting import BetLogs, interval, log_mean, mixture
 from taut_service.guard.change import BLOCK, BLOCKS, log_risen
+from taut_service.guard.sampling import COLDER, SURPRISE_CLIP_NATS, WARMER
 from taut_service.guard.tally import Tally, step_of
 
 KL, DISAGREEMENT = "kl", "disagreement"
@@ -33,6 +34,8 @@ def bounds_of(settings: GuardSettings) -> dict[str, float]:
         # In units of the clip, as readings are.
         KL: settings.max_kl_excess_nats / settings.kl_clip_nats,
         DISAGREEMENT: settings.max_disagreement_excess,
+        WARMER: settings.max_surprise_excess_nats / SURPRISE_CLIP_NATS,
+        COLDER: settings.max_surprise_excess_nats / SURPRISE_CLIP_NATS,
         "loop": settings.max_fault_excess,
         "cut": settings.max_fault_excess,
         "invalid": settings.max_fault_excess,

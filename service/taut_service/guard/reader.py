@@ -60,13 +60,14 @@ class Reader:
         return tokens
 
     async def distributions(
-        self, tokens: list[int], prompt: int
+        self, tokens: list[int], prompt: int, top_k: int
     ) -> tuple[list[Distribution], float]:
         """Read a text (teacher forcing); a second call prefers another worker.
 
         Args:
             tokens: of prompt and answer.
             prompt: how many of them are the prompt's.
+            top_k: most probable tokens to be told of each place, beside the text's own.
 
         Returns:
             What the variant expected at each place of the answer, and the seconds it took.
@@ -80,7 +81,7 @@ class Reader:
             "prompt": tokens,
             "max_tokens": 1,
             "temperature": 0,
-            "prompt_logprobs": self._settings.top_k,
+            "prompt_logprobs": top_k,
         }
         path = "/v1/completions"
         data, seconds = await self._fetch(path, fields, len(tokens))

@@ -36,6 +36,7 @@ from taut_service.watch.admin_state import GatewayState, WorkerReport, describe,
 from taut_service.watch.drain import Drain
 from taut_service.watch.families import taut_version
 from taut_service.watch.key_usage import KeyUsage, UsageReport
+from taut_service.watch.metrics import Metrics
 from taut_service.watch.ui.page import add_ui
 from taut_service.worker.discovery.supervisor import Supervisor
 from taut_service.worker.worker import Worker
@@ -54,6 +55,7 @@ class Controls:
         drain: the door.
         keys: who may use this API.
         usage: what each key has used.
+        metrics: how variants fare.
         host: the configured host of this API.
         rollout: the guard and the rollouts; None without a guard.
     """
@@ -64,6 +66,7 @@ class Controls:
     drain: Drain
     keys: ApiKeys
     usage: KeyUsage
+    metrics: Metrics
     host: str
     rollout: RolloutControls | None = None
 
@@ -188,6 +191,7 @@ def _add_state(admin: FastAPI, controls: Controls) -> None:
             controls.admission,
             controls.discovery,
             controls.drain,
+            controls.metrics,
             guarded=controls.rollout is not None,
         )
 

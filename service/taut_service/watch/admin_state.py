@@ -10,6 +10,8 @@ from taut_service.admit.admission import Admission
 from taut_service.config.generation import Generation
 from taut_service.route.variants import Model, Variant
 from taut_service.watch.drain import Drain
+from taut_service.watch.latencies import LatencyReport
+from taut_service.watch.metrics import Metrics
 from taut_service.worker.discovery.supervisor import Supervisor
 from taut_service.worker.discovery.watch import DiscoveryState
 from taut_service.worker.worker import Worker
@@ -54,6 +56,7 @@ class VariantReport(BaseModel):
     weight: float
     served_name: str
     discovery: DiscoveryReport | None
+    latency: LatencyReport
     workers: list[WorkerReport]
 
 
@@ -84,6 +87,7 @@ def describe(
     admission: Admission,
     discovery: Supervisor,
     drain: Drain,
+    metrics: Metrics,
     *,
     guarded: bool,
 ) -> GatewayState:
@@ -94,6 +98,7 @@ def describe(
         admission: what runs and waits.
         discovery: the watches.
         drain: the door.
+        metrics: tells how long variants' answers take.
         guarded: whether variants are compared with a baseline.
     """
     watched = {(model, variant): state for model, variant, state in discovery.states()}
@@ -104,13 +109,17 @@ def describe(
         live=drain.live,
         guarded=guarded,
         models={
-            name: _model(model, admission, watched) for name, model in generation.models.items()
+            name: _model(model, admission, watched, metrics)
+            for name, model in generation.models.items()
         },
     )
 
 
 def _model(
-    model: Model, admission: Admission, watched: dict[tuple[str, str], DiscoveryState]
+    model: Model,
+    admission: Admission,
+    watched: dict[tuple[str, str], DiscoveryState],
+    metrics: Metrics,
 ) -> ModelReport:
     controller = admission.of(model.name)
     return ModelReport(
@@ -120,13 +129,19 @@ def _model(
         queued=controller.queued,
         brown_out=controller.under_pressure,
         variants={
-            name: _variant(variant, watched.get((model.name, name)))
+            name: _variant(
+                variant,
+                watched.get((model.name, name)),
+                metrics.variant(model.name, name).latencies.report(),
+            )
             for name, variant in model.variants.items()
         },
     )
 
 
-def _variant(variant: Variant, state: DiscoveryState | None) -> VariantReport:
+def _variant(
+    variant: Variant, state: DiscoveryState | None, latency: LatencyReport
+) -> VariantReport:
     return VariantReport(
         weight=variant.weight,
         served_name=variant.served_name,
@@ -138,6 +153,7 @@ def _variant(variant: Variant, state: DiscoveryState | None) -> VariantReport:
             failures=state.failures,
             detail=state.detail,
         ),
+        latency=latency,
         workers=[worker_report(worker) for worker in variant.workers],
     )
 

@@ -17,6 +17,7 @@ from taut_service.config.settings import ModelSettings, Price
 from taut_service.http.sse import Usage
 from taut_service.watch.families import STATUS_CLASSES, Families
 from taut_service.watch.gauges import Gauges, Source
+from taut_service.watch.latencies import Latencies
 from taut_service.watch.scrape import Scrape
 from taut_service.watch.tally import CounterTally, Tallies
 
@@ -123,6 +124,7 @@ class VariantMetrics:
         self._cost = counter(families.variant_cost.labels(model, variant))
         self.fallbacks = families.variant_fallbacks.labels(model, variant)
         self.listener: Served | None = None
+        self.latencies = Latencies()
         self.price(Price())
 
     def price(self, price: Price) -> None:
@@ -141,6 +143,8 @@ class VariantMetrics:
         if status:
             self._requests[STATUS_CLASSES[status // 100 - 2]].inc()
             self._duration.observe(seconds)
+            if status < 400:
+                self.latencies.answered(seconds)
             if self.listener is not None:
                 self.listener.finished(status)
         else:
@@ -166,10 +170,14 @@ class VariantMetrics:
             events: number of events.
         """
         self._first_token.observe(first_token_s)
-        if events > 1:
-            self._per_token.observe(rest_s / (events - 1))
-            if self.listener is not None:
-                self.listener.streamed(first_token_s, rest_s / (events - 1))
+        if events < 2:
+            self.latencies.streamed(first_token_s, None)
+            return
+        per_token_s = rest_s / (events - 1)
+        self._per_token.observe(per_token_s)
+        self.latencies.streamed(first_token_s, per_token_s)
+        if self.listener is not None:
+            self.listener.streamed(first_token_s, per_token_s)
 
 
 class Metrics:

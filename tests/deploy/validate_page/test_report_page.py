@@ -10,11 +10,13 @@ from importlib import resources
 import pytest
 from browser import needs_chromium, tab
 from jsonschema import Draft202012Validator
+from prometheus_client.parser import text_string_to_metric_families
 from validate_setup import FakeServer, add_noise, job_for, write_model, write_text
 
-from taut_deploy.validate import run_validation
+from taut_deploy.validate import Verdict, run_validation
 from taut_deploy.validate.latency.plan import LatencyPlan
 from taut_deploy.validate.page.render import render_page
+from taut_deploy.validate.textfile import render_textfile
 
 POLICY = """
 name: p
@@ -39,7 +41,7 @@ def reports(tmp_path_factory):
     asked = {"tasks": (task,), "policy": path / "p.yaml", "slices": ("languages", "chat")}
     local = run_validation(job_for(path, **asked, output=path / "local"))
     baseline, candidate = FakeServer(path / "baseline"), FakeServer(path / "candidate")
-    plan = LatencyPlan(requests=32, concurrency=(4,), prompt_tokens=8, output_tokens=4)
+    plan = LatencyPlan(requests=32, concurrency=(1, 4), prompt_tokens=8, output_tokens=4)
     with baseline.listening() as first, candidate.listening() as second:
         urls = {"baseline": first, "candidate": second, "latency_plan": plan}
         served = run_validation(job_for(path, **asked, **urls, output=path / "served"))
@@ -58,11 +60,52 @@ def test_reports_keep_to_the_published_schema(reports, kind):
     assert list(validator.iter_errors({**report, "unknown": 1}))
 
 
+@pytest.mark.parametrize("kind", ["local", "served"])
+def test_prometheus_reads_the_verdict(reports, kind):
+    result = reports[kind]
+    text = (result.report_json.parent / "report.prom").read_text()
+    families = {family.name: family.samples for family in text_string_to_metric_families(text)}
+    samples = [sample for found in families.values() for sample in found]
+    assert len({(s.name, *sorted(s.labels.items())) for s in samples}) == len(samples)
+    said = {s.labels["verdict"]: s.value for s in families["taut_validation_verdict"]}
+    assert said == {v.value: float(v is result.verdict) for v in Verdict}
+    report = result.report
+    for sample in families["taut_validation_metric"]:
+        assert sample.value == report["metrics"][sample.labels["metric"]][sample.labels["end"]]
+    margins = {
+        (s.labels["metric"], s.labels["subject"]): s.value for s in samples if "side" in s.labels
+    }
+    assert margins["mean_kl", ""] < 0 < margins["perplexity_ratio", ""]
+    (ended,) = families["taut_validation_finished_timestamp_seconds"]
+    assert abs(ended.value - result.report_json.stat().st_mtime) < 60
+
+
+def test_names_are_escaped_for_prometheus(reports):
+    report = json.loads(reports["local"].report_json.read_text())
+    report["policy"]["name"] = name = 'a "quoted" \\ name\nin two lines'
+    (first, *_), *_ = (f.samples for f in text_string_to_metric_families(render_textfile(report)))
+    assert first.labels["policy"] == name
+
+
 def test_the_histogram_counts_every_position(reports):
     report = reports["local"].report
     histogram = report["kl"]["histogram"]
     assert sum(histogram["counts"]) + histogram["below"] == report["text"]["predictions"]
     assert histogram["edges"][-1] > report["kl"]["max"]
+
+
+def test_several_numbers_of_requests_in_flight_are_a_sweep(reports):
+    report = json.loads(reports["served"].report_json.read_text())
+    page = render_page(report)
+    (drawn,) = re.findall(r'<div class="charts" id="sweep">(.*?)</div>', page, re.DOTALL)
+    assert drawn.count("<svg") == 2
+    assert "requests in flight" in drawn and "tokens/s" in drawn
+    first, second = report["latency"]["levels"]
+    second["candidate"]["ttft_ms"]["p50"] = None  # no answer at all
+    render_page(report)
+    report["latency"]["levels"] = [first]
+    assert 'id="sweep"' not in render_page(report)
+    assert 'id="sweep"' not in reports["local"].report_page.read_text()
 
 
 def test_the_page_has_no_script_and_no_address(reports):

@@ -164,8 +164,23 @@ def broken(server, after):
     server.alter = alter
 
 
+def gone(server, after):
+    """Closes every connection without a word from the ``after``-th scored prompt on."""
+    count = iter(range(1_000_000))
+
+    def alter(path, body):
+        return None if path == "/v1/completions" and next(count) >= after else body
+
+    server.alter = alter
+
+
 @pytest.mark.parametrize(
-    ("harm", "problem"), [(dying, "answered 500"), (broken, "NaN or infinite log-prob")]
+    ("harm", "problem"),
+    [
+        (dying, "answered 500"),
+        (broken, "NaN or infinite log-prob"),
+        (gone, r"gave no answer \(ConnectionError\); is the server up"),
+    ],
 )
 def test_a_server_that_breaks_in_mid_run_leaves_what_was_measured(folder, tmp_path, harm, problem):
     baseline, candidate = FakeServer(folder / "baseline"), FakeServer(folder / "candidate")

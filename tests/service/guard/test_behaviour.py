@@ -102,9 +102,23 @@ def test_structure_is_judged_where_it_was_asked_for(
     request_: dict[str, Any], answer: Answer, kind: str, invalid: bool | None
 ) -> None:
     assert kind_of(request_) == kind
-    found = faults(request_, answer)
+    found = faults(request_, answer, Answer("no need", "stop"))
     assert found == {
         "loop": False,
         "cut": answer.finish_reason == "length",
         "invalid": invalid,
     }
+
+
+@pytest.mark.parametrize(
+    ("answer", "other", "invalid"),
+    [
+        (Answer("the call as text", "stop"), Answer("", "", (("weather", "{}"),)), True),
+        (Answer("the call as text", "stop"), Answer("", "", (("wether", "{}"),)), False),
+        (Answer("", "", (("weather", "{}"),)), Answer("no need", "stop"), False),
+    ],
+)
+def test_no_call_where_the_other_has_a_good_one_is_a_fault(
+    answer: Answer, other: Answer, invalid: bool
+) -> None:
+    assert faults({"tools": TOOLS}, answer, other)["invalid"] is invalid

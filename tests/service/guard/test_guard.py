@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,8 +111,9 @@ async def test_the_baseline_against_itself_never_alarms_and_is_held(seed: int) -
 HARMS = {
     "another model": (Reading(harm=8.0), *MUST_HOLD),
     "another chat template": (Reading(prefix="<system>be brief"), *MUST_HOLD),
+    "another tokenizer": (Reading(encoding="utf-16-le"), *MUST_HOLD),
     "NaN": (Reading(nan=True), *MUST_HOLD),
-    "three times as slow": (Reading(delay_s=0.2), "slow"),
+    "twice as slow": (Reading(delay_s=0.2), "slow"),
     "reads fail": (Reading(status=500), "failed"),
     "no logprobs": (Reading(raw=b'{"choices": [{}]}'), "failed"),
     "loops": (Reading(answer="again and " * 40), "loop"),
@@ -122,11 +124,11 @@ HARMS = {
 @pytest.mark.parametrize("name", HARMS)
 async def test_each_harm_is_caught_by_its_measure(name: str) -> None:
     reading, *measures = HARMS[name]
-    slow = Reading(delay_s=0.02) if measures == ["slow"] else Reading()
+    slow = Reading(delay_s=0.1) if measures == ["slow"] else Reading()
     async with (
         ReadingEngine(slow) as base,
         ReadingEngine(reading) as small,
-        guarded(settings_of(small, base)) as (harness, guard),
+        guarded(settings_of(small, base, concurrency=4)) as (harness, guard),
     ):
         for number in range(30):
             body = {"model": "m", "messages": [{"role": "user", "content": f"q {number}"}]}
@@ -135,6 +137,94 @@ async def test_each_harm_is_caught_by_its_measure(name: str) -> None:
         harm = guard.evidence("m", "small").harm()
         assert harm.log_evidence > ALARM, guard.evidence("m", "small").shown(0.05)
         assert harm.measure in measures
+
+
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {}}}
+CALL = Reading(answer='{"city": "Oslo"}', calls_tool="weather")
+TOOL_HARMS = {
+    "calls come as text": (Reading(answer='<tool_call>{"name": "weather"}'), "invalid"),
+    "calls what nobody offered": (replace(CALL, calls_tool="wether"), "invalid"),
+    "arguments are no JSON": (replace(CALL, answer='{"city": '), "invalid"),
+    "another template of tools": (replace(CALL, prefix="tools: none"), *MUST_HOLD),
+}
+
+
+@pytest.mark.parametrize("served_by", ["baseline", "candidate"])
+@pytest.mark.parametrize("name", TOOL_HARMS)
+async def test_broken_tool_calls_are_caught(name: str, served_by: str) -> None:
+    reading, *measures = TOOL_HARMS[name]
+    async with ReadingEngine(replace(CALL)) as base, ReadingEngine(replace(reading)) as small:
+        weight = float(served_by == "candidate")
+        async with guarded(settings_of(small, base, weight=weight)) as (harness, guard):
+            await ask_for_the_weather(harness, guard, 40)
+            harm = guard.evidence("m", "small").harm()
+            assert harm.log_evidence > ALARM, guard.evidence("m", "small").shown(0.05)
+            assert (harm.kind in ("all", "tools"), harm.measure in measures) == (True, True)
+
+
+async def test_equal_tool_calls_are_no_harm() -> None:
+    async with (
+        ReadingEngine(replace(CALL)) as base,
+        ReadingEngine(replace(CALL)) as small,
+        guarded(settings_of(small, base)) as (harness, guard),
+    ):
+        await ask_for_the_weather(harness, guard, 40)
+        assert guard.evidence("m", "small").tally("invalid").mean == 0
+        assert guard.evidence("m", "small").harm().log_evidence < 0
+
+
+async def ask_for_the_weather(harness: Harness, guard: Guard, count: int) -> None:
+    for number in range(count):
+        ask = {"role": "user", "content": f"weather in {number}?"}
+        body = {"model": "m", "messages": [ask], "tools": [WEATHER]}
+        assert (await harness.post(body, "/v1/chat/completions")).status == 200
+    await eventually(lambda: guard.evidence("m", "small").answers == count, 20)
+
+
+@pytest.mark.parametrize("served_by", ["baseline", "candidate"])
+@pytest.mark.parametrize(("temperature", "measure"), [(0.3, "colder"), (2.5, "warmer")])
+async def test_another_temperature_by_default_is_caught(
+    temperature: float, measure: str, served_by: str
+) -> None:
+    weight = float(served_by == "candidate")
+    async with (
+        ReadingEngine(Reading(temperature=1.0)) as base,
+        ReadingEngine(Reading(temperature=temperature)) as small,
+        guarded(settings_of(small, base, weight=weight)) as (harness, guard),
+    ):
+        await send(harness, 60)
+        evidence = guard.evidence("m", "small")
+        # Teacher forcing alone finds them equal.
+        assert evidence.tally("kl").mean == evidence.tally("disagreement").mean == 0
+        assert evidence.harm().log_evidence > ALARM, evidence.shown(0.05)
+        assert evidence.harm().measure == measure
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_answers_drawn_alike_are_no_harm(seed: int) -> None:
+    async with (
+        ReadingEngine(Reading(temperature=1.0, seed=seed)) as base,
+        ReadingEngine(Reading(temperature=1.0, seed=seed + 100)) as small,
+        guarded(settings_of(small, base)) as (harness, guard),
+    ):
+        worst = -math.inf
+        for _ in range(8):
+            await send(harness, 5)
+            worst = max(worst, guard.evidence("m", "small").harm().log_evidence)
+        evidence = guard.evidence("m", "small")
+        assert evidence.tally("warmer").size == 40 and len(evidence.tally("warmer").counts) > 20
+        assert worst < ALARM
+
+
+async def test_a_temperature_that_the_client_names_costs_no_further_reading() -> None:
+    async with (
+        ReadingEngine() as base,
+        ReadingEngine() as small,
+        guarded(settings_of(small, base)) as (harness, guard),
+    ):
+        await send(harness, 2, temperature=0.5)
+        assert base.reading.calls.count("read") == 2 * 2
+        assert guard.evidence("m", "small").tally("warmer").size == 0
 
 
 async def test_structure_that_was_asked_for_is_a_slice_of_its_own() -> None:

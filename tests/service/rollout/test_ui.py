@@ -32,12 +32,14 @@ async def test_the_page_shows_the_rollout_and_its_buttons_move_it(
     tmp_path: Path, width: int
 ) -> None:
     same = "one two three four"
+    guard = {"max_kl_excess_nats": 0.013, "kl_clip_nats": 0.1}  # 0.12999999999999998 of the clip
     async with (
         ReadingEngine(Reading(answer=same)) as base,
         ReadingEngine(Reading(answer=f"one two {NASTY} four")) as small,
         tab(tmp_path / "profile", width) as page,
     ):
-        settings = settings_of(base, small, {"directory": str(tmp_path / "r"), "min_step_s": 3600})
+        rollout = {"directory": str(tmp_path / "r"), "min_step_s": 3600}
+        settings = settings_of(base, small, rollout, guard=guard)
         async with administered(settings) as admin:
             root = f"http://127.0.0.1:{admin.port}"
             await page.open(f"{root}/ui")
@@ -54,8 +56,16 @@ async def test_the_page_shows_the_rollout_and_its_buttons_move_it(
                 assert (await admin.harness.post(body)).status == 200
             await has(page, "Agreement 100.00 %")
             await has(page, "Waits: ")
+            times = "[...document.querySelectorAll('#latencies tbody td')].map(t => t.innerText)"
+            await page.until(f"{times}.at(-1) === '6'")
+            told = await page.value(times)
+            assert told[:4] == ["m", "base", "–", "–"], "no answer was a stream"
+            assert told[4].count("ms, ") + told[4].count("s, ") >= 1
+            streamed = {**body, "stream": True}
+            assert (await admin.harness.post(streamed)).status == 200
+            await page.until(f"{times}[2].endsWith('s')")
             label = "document.querySelector('svg[aria-label^=kl]').getAttribute('aria-label')"
-            assert ", at most 0.2" in await page.value(label)
+            assert (await page.value(label)).endswith(", at most 0.13")
             await click(page, "Roll back")
             await page.value("document.getElementById('why').value = 'a hunch'")
             await click(page, "Do it")

@@ -5,7 +5,7 @@ variable of its style sheet afterwards: light and dark are then the page's busin
 """
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -98,6 +98,35 @@ def cumulative(level: Mapping[str, Any], kind: str, label: str) -> str:
         axes.legend(loc="lower right")
 
     return _drawn(draw, 2.4)
+
+
+def sweep(
+    levels: Sequence[Mapping[str, Any]], read: Callable[[Any], float | None], label: str
+) -> str:
+    """What becomes of a figure as more requests are in flight, for both models.
+
+    Args:
+        levels: of a measurement.
+        read: the figure of one model at a level; None where it had no answer.
+        label: of the axis.
+    """
+
+    def draw(axes: "Axes") -> None:
+        for role, colour in _COLOURS.items():
+            found = [(level["concurrency"], read(level[role])) for level in levels]
+            points = [(at, value) for at, value in found if value is not None]
+            if points:
+                axes.plot(*zip(*points, strict=True), "o-", color=colour, label=role, markersize=4)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks([level["concurrency"] for level in levels])
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter("")
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("requests in flight")
+        axes.set_ylabel(label)
+        axes.legend(loc="best")
+
+    return _drawn(draw, 2.2)
 
 
 def sizes(bytes_by_role: Mapping[str, int]) -> str:

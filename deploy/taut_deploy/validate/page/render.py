@@ -10,6 +10,8 @@ from taut_deploy.validate.markdown_items import label
 from taut_deploy.validate.page import charts
 
 _KINDS = {"ttft": "time to first token", "itl": "time between tokens", "e2e": "whole answer"}
+_LEAST_LEVELS = 2
+"""A figure at one number of requests in flight is no sweep."""
 
 
 def render_page(report: Mapping[str, Any]) -> str:
@@ -33,6 +35,7 @@ def render_page(report: Mapping[str, Any]) -> str:
         histogram=charts.kl_histogram(report["kl"]),
         recovery=_recovery(report["tasks"]["tasks"]),
         slices=_slices(report["slices"]),
+        sweep=_sweep(report["latency"]),
         latency=_latency(report["latency"]),
         sizes=_sizes(report["models"]),
     )
@@ -77,6 +80,16 @@ def _latency(latency: Mapping[str, Any]) -> list[tuple[int, list[str]]]:
             [charts.cumulative(level, kind, name) for kind, name in _KINDS.items()],
         )
         for level in latency["levels"]
+    ]
+
+
+def _sweep(latency: Mapping[str, Any]) -> list[str]:
+    levels = sorted(latency.get("levels", ()), key=lambda level: level["concurrency"])
+    if len(levels) < _LEAST_LEVELS:
+        return []
+    return [
+        charts.sweep(levels, lambda side: side["output_tokens_per_s"], "tokens/s"),
+        charts.sweep(levels, lambda side: side["ttft_ms"]["p50"], "first token, p50, ms"),
     ]
 
 

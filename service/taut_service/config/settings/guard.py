@@ -35,6 +35,8 @@ class GuardSettings(Section):
     their ``max_…_excess``; ``alpha`` is the probability that harmless variants ever alarm.
     All of it costs at most ``max_cpu_share`` of the gateway's other CPU time; None has no bound.
     ``max_slowdown`` bounds the median of the variant's reading time over the baseline's.
+    Where a request leaves ``temperature`` to the worker, answers of both may differ in surprise
+    (mean negative log-likelihood of a token, by the baseline) by ``max_surprise_excess_nats``.
     """
 
     sample: Fraction = 0.02
@@ -50,6 +52,7 @@ class GuardSettings(Section):
     kl_clip_nats: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] = 0.5
     max_kl_excess_nats: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] = 0.02
     max_disagreement_excess: Excess = 0.03
+    max_surprise_excess_nats: Annotated[float, Field(gt=0, lt=2, allow_inf_nan=False)] = 0.25
     max_fault_excess: Excess = 0.05
     max_error_rate: Excess = 0.05
     max_slowdown: Annotated[float, Field(ge=1, le=100, allow_inf_nan=False)] = 1.5

@@ -1,4 +1,4 @@
-import { course, element, interval, percent, table } from "./draw.js";
+import { bound, course, element, interval, percent, table } from "./draw.js";
 
 const EVERY_MS = 2000;
 const KEPT = 150;
@@ -48,6 +48,26 @@ async function refresh() {
   }
 }
 
+// A median and what one in twenty exceeds.
+function spread(of) {
+  const text = (s) => (s < 1 ? `${(1000 * s).toPrecision(3)} ms` : `${s.toPrecision(3)} s`);
+  return of === null ? "–" : `${text(of.p50)}, ${text(of.p95)}`;
+}
+
+function showLatencies() {
+  const rows = [];
+  for (const [model, told] of Object.entries(state.models)) {
+    for (const [variant, { latency }] of Object.entries(told.variants)) {
+      if (!latency.answers) continue;
+      const spreads = [latency.first_token, latency.per_token, latency.whole].map(spread);
+      rows.push([model, variant, ...spreads, String(latency.answers)]);
+    }
+  }
+  const heads = ["Model", "Variant", "First token", "Between tokens", "Whole answer", "Answers"];
+  const caption = "Latency of the newest answers: median, and what one in twenty exceeds";
+  find("latencies").replaceChildren(...(rows.length ? [table(caption, heads, rows)] : []));
+}
+
 function showModels() {
   const draining = state.draining ? ", draining" : "";
   find("summary").textContent =
@@ -67,6 +87,7 @@ function showModels() {
   }
   const heads = ["Model", "Variant", "Share", "Worker", "State", "Requests"];
   find("models").replaceChildren(table("Every worker", heads, rows));
+  showLatencies();
   choose();
 }
 
@@ -143,7 +164,7 @@ function drawEvidence(model, evidence) {
     .map(([name, told]) => [
       name, interval(name, told),
       `${told.mean.toFixed(4)} in [${told.low.toFixed(4)}, ${told.high.toFixed(4)}]`,
-      String(told.bound), String(told.answers),
+      bound(told.bound), String(told.answers),
     ]);
   if (rows.length) {
     const heads = ["Measure", "", "Beyond the baseline's noise", "At most", "Answers"];
