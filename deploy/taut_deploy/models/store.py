@@ -113,9 +113,9 @@ class ModelStore:
 
         Args:
             reference: a catalogue name, a name in the store, a local HF directory, a GGUF file, or
-                a hub id ``owner/name`` or ``owner/name@REVISION``. A directory of pickled weights is
-                rewritten into the store. Without a revision, what the store
-                has is taken as it is; else the newest commit of the main branch.
+                a hub id ``owner/name`` or ``owner/name@REVISION``. A directory of pickled weights
+                is rewritten into the store. Without a revision, what the store has is taken as it
+                is; else the newest commit of the main branch.
             force: replace a model of the same name that came from elsewhere.
 
         Raises:
