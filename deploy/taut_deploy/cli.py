@@ -31,6 +31,7 @@ from taut_deploy.commands import (
 )
 from taut_deploy.commands.output import printable
 from taut_deploy.errors import TautError
+from taut_deploy.out_of_memory import describe, where_memory_is_over
 from taut_deploy.versions import versions_line
 
 app = typer.Typer(
@@ -105,6 +106,11 @@ def main(arguments: list[str] | None = None) -> int:
         return _failed(_usage_message(error), given)
     except TautError as error:
         return _failed(str(error), given)
+    except (MemoryError, RuntimeError) as error:
+        place = where_memory_is_over(error)
+        if place is None:
+            raise
+        return _failed(describe(error, place), given)
     except OSError as error:
         if error.errno in _DISK_FULL:
             place = str(error.filename)[:200] if error.filename else "this machine"

@@ -14,6 +14,7 @@ import typer
 from taut_deploy.commands.output import print_results, say
 from taut_deploy.errors import MeasureError, ModelError
 from taut_deploy.files import write_json_atomically, write_text_atomically
+from taut_deploy.out_of_memory import let_pass
 
 if TYPE_CHECKING:
     import torch
@@ -208,6 +209,7 @@ def _load(path: Path, dtype: "torch.dtype | None", device: "torch.device") -> An
             trust_remote_code=False,
         )
     except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
+        let_pass(error)
         raise MeasureError(f"{path}: cannot be loaded: {' '.join(str(error).split())}") from error
     return model.to(device).eval()
 

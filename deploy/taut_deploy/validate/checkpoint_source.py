@@ -29,6 +29,7 @@ from taut_deploy.models.directory import require_contained
 from taut_deploy.models.pretrained import loading_class
 from taut_deploy.models.remote_code import why_code_is_needed
 from taut_deploy.models.values import is_finite
+from taut_deploy.out_of_memory import let_pass
 from taut_deploy.validate.checkpoint_tokenizer import CheckpointTokenizer
 from taut_deploy.validate.checkpoint_writer import write_answer
 from taut_deploy.validate.divergence import FullDistribution
@@ -104,6 +105,7 @@ class CheckpointSource:
         except ModelError as error:
             raise CouldNotValidateError(f"--{self.role} {error}") from error
         except _LOAD_ERRORS as error:
+            let_pass(error)
             needed = why_code_is_needed(self.path) if "trust_remote_code" in str(error) else None
             message = f"{self.role} {self.path}: cannot be loaded: {one_line(error)}"
             raise CouldNotValidateError(needed or message) from error

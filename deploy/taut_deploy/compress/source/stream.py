@@ -30,6 +30,7 @@ from taut_deploy.compress.source.soundness import require_same_tensors, require_
 from taut_deploy.compress.source.weights import WeightReader
 from taut_deploy.errors import ModelError
 from taut_deploy.models.pretrained import load_config, reason_of
+from taut_deploy.out_of_memory import let_pass
 
 # What a forward may raise that is called in a way it was not written for.
 _FORWARD_ERRORS = (
@@ -216,6 +217,7 @@ class StreamedModel:
                 call_block(block.module, hidden, arguments[block.index])
                 self.release(block.module)
         except _FORWARD_ERRORS as error:
+            let_pass(error)
             raise self._not_streamed(reason_of(error, 160)) from error
         if (why := why_not_replayed(*told)) is not None:
             raise self._not_streamed(why)
@@ -232,7 +234,8 @@ class StreamedModel:
         """Whether the model expects tuples of its blocks: without them its forward goes wrong."""
         try:
             self._record(tokens)
-        except (*_FORWARD_ERRORS, ModelError):
+        except (*_FORWARD_ERRORS, ModelError) as error:
+            let_pass(error)
             return True
         return False
 
