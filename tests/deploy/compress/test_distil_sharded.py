@@ -47,7 +47,7 @@ def room(tmp_path_factory):
     """``base`` (head and embeddings are one weight), a W4A16 ``student`` of it, and a text."""
     path = tmp_path_factory.mktemp("room")
     write_llama(path / "base", tie=True)
-    text = write_text(path / "text.txt", 2400, seed=5)
+    text = write_text(path / "text.txt", 2400, seed=6)
     driver.compress(job_for(path / "base", recipe_data(text), path / "student"))
     return path
 
@@ -78,8 +78,8 @@ def test_two_processes_train_as_one_does(room, tmp_path):
     for when in ("before", "after"):
         found, wanted = (made.recipe["held_out"][when] for made in (two, one))
         assert found == pytest.approx(wanted, rel=1e-6 if when == "before" else 2e-5)
-    held_out = one.recipe["held_out"]  # what was trained moved it by several times that
-    assert abs(held_out["after"]["loss"] / held_out["before"]["loss"] - 1) > 1e-4
+    held_out = one.recipe["held_out"]  # what was trained moved it by far more than that
+    assert abs(held_out["after"]["loss"] / held_out["before"]["loss"] - 1) > 2e-3
     verify(tmp_path / "two")
     ours, single = (
         {
