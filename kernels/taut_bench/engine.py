@@ -1,36 +1,34 @@
 """vLLM with and without our kernels: ``python -m taut_bench.engine --output DIR``.
 
 Writes a checkpoint of a model's shape (``--model``, Llama-3-8B's by default) with random weights
-(``engine_checkpoint.py``), then starts one offline engine a mode, each in its own process, and
-measures tokens a second at several batch sizes and lengths of prompts (``engine_measure.py``).
-Random weights say nothing about quality, and little about equal answers. Files:
-``engine-<scheme>.csv``, ``.md``, a plot, and for each mode the engine's log and kernel record.
-``--profile`` adds each mode's decode steps by kernel (``engine_profile.py``), after its figures.
+(``engine_checkpoint.py``), then starts one offline engine a mode, side by side, each in its own
+process (``engine_process.py``). They take turns, cell by cell, in both orders
+(``engine_turns.py``): tokens a second at several batch sizes and lengths of prompts
+(``engine_measure.py``). Random weights say nothing about quality, and little about equal answers.
+Files: ``engine-<scheme>.csv``, ``.md``, a plot, each mode's log and kernel record. ``--profile``
+adds each mode's decode steps by kernel (``engine_profile.py``), after its figures.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from taut_bench import cuda_device
-from taut_bench.engine_measure import (
-    BATCHES,
-    CONTEXTS,
-    JIT_MONITOR,
-    Row,
-    Settings,
-    measure,
-)
+from taut_bench.engine_measure import BATCHES, CONTEXTS, JIT_MONITOR, Settings
 from taut_bench.engine_models import ENGINE_MODELS
-from taut_bench.engine_modes import MODES, environment
+from taut_bench.engine_modes import MODES
+from taut_bench.engine_process import (
+    EngineEndedError,
+    EngineProcess,
+    in_a_name,
+    serve,
+    start_all,
+)
+from taut_bench.engine_turns import Turns, write
 
 TIMED_MODES = ("off", "prefer", "prefer+fused", "require+fused")
 """What is measured where nothing is asked for."""
@@ -38,62 +36,18 @@ _JIT_EVENT = " during inference: "
 """In every line of that monitor, warning or error, in front of the kernel's name."""
 
 
-def _in_a_name(mode: str) -> str:
-    """Return a mode as names of files have it: a borrowed machine hands back none with a ``+``."""
-    return mode.replace("+", "-")
+def _compiled(engine: EngineProcess) -> list[str]:
+    """Return what vLLM's monitor says was compiled after warm-up."""
+    lines = engine.log.read_text(encoding="utf-8", errors="replace").splitlines()
+    return [line.partition(_JIT_EVENT)[2] for line in lines if _JIT_EVENT in line]
 
 
-def _in_own_process(
-    checkpoint: Path, mode: str, settings: Settings, directory: Path, profile: bool
-) -> tuple[list[Row], list[str]]:
-    """Measure one mode in a fresh process; its rows, and what there is to note."""
-    from taut_bench import engine_profile
-
-    log = directory / f"engine-{_in_a_name(mode)}.log"
-    command = [sys.executable, "-m", "taut_bench.engine", "--worker", mode]
-    command += ["--checkpoint", str(checkpoint), *settings.arguments()]
-    by_kernel = directory / f"engine-{_in_a_name(mode)}-profile.csv"
-    if profile:
-        command += ["--profile-to", str(by_kernel)]
-    variables = environment(mode, directory / f"engine-{_in_a_name(mode)}-kernels.json")
-    with tempfile.TemporaryDirectory() as scratch:
-        answer = Path(scratch) / "rows.json"
-        command += ["--output", str(answer)]
-        with log.open("w") as sink:
-            code = subprocess.run(
-                command, stdout=sink, stderr=subprocess.STDOUT, env=variables, check=False
-            ).returncode
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-        compiled = [line.partition(_JIT_EVENT)[2] for line in lines if _JIT_EVENT in line]
-        if code:
-            why = f"the engine ended with {code}"
-            if compiled and settings.jit_monitor == "error":
-                why += f" because {compiled[0].partition('. ')[0]} compiled after warm-up"
-            return [], [f"- {mode}: not measured: {why}, see {log.name}"]
-        rows = [Row(**row) for row in json.loads(answer.read_text(encoding="utf-8"))]
-    notes = [
-        f"- {mode}: {len(compiled)} kinds of kernel compiled after warm-up "
-        f"(JIT monitor: {settings.jit_monitor}); started in {rows[0].start_s:.0f} s"
-    ]
-    return rows, notes + (engine_profile.report(mode, by_kernel) if profile else [])
-
-
-def _write(rows: Sequence[Row], notes: Sequence[str], facts: str, path: Path) -> None:
-    """Write the CSV at ``path`` and the Markdown beside it."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(asdict(rows[0])))
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
-    stock = {(row.context, row.batch): row for row in rows if row.mode == "off"}
-    columns = "| mode | prompt | batch | tokens/s | decode step, ms | ratio |"
-    lines = [f"Measured with {facts}.", "", columns, "|---|---|---|---|---|---|"]
-    for row in rows:
-        base = stock.get((row.context, row.batch))
-        ratio = f"{row.tokens_per_s / base.tokens_per_s:.2f}" if base else "–"
-        figures = f"{row.tokens_per_s:.0f} | {row.decode_ms:.2f} | {ratio}"
-        lines.append(f"| {row.mode} | {row.context} | {row.batch} | {figures} |")
-    lines += ["", *notes, ""]
-    path.with_suffix(".md").write_text("\n".join(lines), encoding="utf-8")
+def _why(engine: EngineProcess, status: str, settings: Settings) -> str:
+    """Return the note on an engine that ended by itself."""
+    why, compiled = f"the engine ended with {status}", _compiled(engine)
+    if compiled and settings.jit_monitor == "error":
+        why += f" because {compiled[0].partition('. ')[0]} compiled after warm-up"
+    return f"- {engine.mode}: not measured: {why}, see {engine.log.name}"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -110,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--layers", type=int, help="instead of the model's own number")
     add("--checkpoint", type=Path, help="instead of random weights")
     add("--tensor-parallel-size", type=int, default=1, help="cards that share the model")
-    add("--memory", type=float, default=0.5, help="share of a card's memory for an engine")
+    add("--turns", type=int, default=2, help="times each cell is measured, in turns of order")
     add(
         "--jit-monitor",
         choices=JIT_MONITOR,
@@ -124,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
         help="profile some steps of each mode, too, after its figures: where a step goes",
     )
     add("--worker", choices=MODES, help=argparse.SUPPRESS)
+    add("--channel", type=int, help=argparse.SUPPRESS)
     add("--profile-to", type=Path, help=argparse.SUPPRESS)
     return parser
 
@@ -135,7 +90,6 @@ def _settings(arguments: argparse.Namespace) -> Settings:
         jit_monitor=arguments.jit_monitor,
         kv_cache_dtype=arguments.kv_cache_dtype,
         ranks=arguments.tensor_parallel_size,
-        memory=arguments.memory,
     )
 
 
@@ -145,9 +99,11 @@ def run(
     settings: Settings,
     facts: str,
     path: Path,
+    *,
     profile: bool = False,
+    turns: int = 2,
 ) -> int:
-    """Measure modes one after another and report them.
+    """Measure modes in turns and report them.
 
     Args:
         checkpoint: what the engines load.
@@ -156,30 +112,58 @@ def run(
         facts: machine, versions and date.
         path: the CSV; the other files lie beside it.
         profile: write each mode's decode steps by kernel, too.
+        turns: times each cell is measured; every other one in reverse order of the modes.
 
     Returns:
         The exit status: 1 where a mode was not measured.
     """
     from taut_bench import plots
 
-    rows: list[Row] = []
-    notes: list[str] = []
-    measured = set()
-    for mode in modes:
-        found, said = _in_own_process(checkpoint, mode, settings, path.parent, profile)
-        rows += found
-        notes += said
-        measured |= {row.mode for row in found}
-        if rows:
-            # After every mode: what was measured survives a run that is cut off.
-            _write(rows, notes, facts, path)
-    if rows:
+    engines = start_all(checkpoint, modes, settings, path.parent, profile)
+    measured, notes, starts = Turns(), [], {}
+    for engine in engines:
+        try:
+            starts[engine.mode] = engine.ready()
+        except EngineEndedError as ended:
+            measured.failed[engine.mode] = str(ended)
+    for turn in range(turns):
+        measured.take(engines, settings, turn)
+        if rows := measured.rows(modes):
+            # After every turn: what was measured survives a run that is cut off.
+            write(rows, [f"- {turn + 1} of {turns} turns"], facts, path)
+    for engine in engines:
+        notes += _closed(engine, measured, settings, starts, profile)
+    if rows := measured.rows(modes):
+        write(rows, notes, facts, path)
         sys.stdout.write(path.with_suffix(".md").read_text(encoding="utf-8"))
         sys.stdout.write(plots.draw_or_say(path) + "\n")
-    for mode in modes:
-        if mode not in measured:
-            sys.stderr.write(f"error: {mode} was not measured: see engine-{_in_a_name(mode)}.log\n")
-    return 0 if measured == set(modes) else 1
+    for mode in measured.failed:
+        sys.stderr.write(f"error: {mode} was not measured: see engine-{in_a_name(mode)}.log\n")
+    return 1 if measured.failed else 0
+
+
+def _closed(
+    engine: EngineProcess,
+    measured: Turns,
+    settings: Settings,
+    starts: dict[str, float],
+    profile: bool,
+) -> list[str]:
+    """End an engine; return what there is to note."""
+    from taut_bench import engine_profile
+
+    try:
+        engine.close()
+    except EngineEndedError as ended:
+        measured.failed.setdefault(engine.mode, str(ended))
+    if engine.mode in measured.failed:
+        return [_why(engine, measured.failed[engine.mode], settings)]
+    note = (
+        f"- {engine.mode}: {len(_compiled(engine))} kinds of kernel compiled after warm-up "
+        f"(JIT monitor: {settings.jit_monitor}); started in {starts[engine.mode]:.0f} s, "
+        "all modes side by side"
+    )
+    return [note, *(engine_profile.report(engine.mode, engine.by_kernel) if profile else [])]
 
 
 def _name(arguments: argparse.Namespace) -> str:
@@ -203,9 +187,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     settings = _settings(arguments)
     if arguments.worker:
-        rows = measure(arguments.checkpoint, arguments.worker, settings, arguments.profile_to)
-        text = json.dumps([asdict(row) for row in rows])
-        arguments.output.write_text(text, encoding="utf-8")
+        place = arguments.checkpoint, arguments.worker
+        serve(arguments.channel, *place, settings, arguments.profile_to)
         return 0
     from taut_bench import engine_checkpoint, report
 
@@ -221,7 +204,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             torch.cuda.empty_cache()
         path = arguments.output / f"{_name(arguments)}.csv"
         modes = arguments.mode or TIMED_MODES
-        return run(checkpoint, modes, settings, facts, path, profile=arguments.profile)
+        extra = {"profile": arguments.profile, "turns": arguments.turns}
+        return run(checkpoint, modes, settings, facts, path, **extra)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""One engine in this process: started, and timed at each number of prompts and their length."""
+"""One engine in this process: started, and timed at a number of prompts and their length."""
 
 from __future__ import annotations
 
 import functools
+import itertools
+import json
 import shutil
 import statistics
 import sys
@@ -11,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from taut_bench.engine_modes import engine_options
 
@@ -31,6 +33,12 @@ JIT_MONITOR = ("warn", "error")
 """What vLLM's monitor of compilations after warm-up does: count them, or end the engine."""
 _PROFILED_TOKENS = 24
 """Of an answer whose steps are profiled: a trace has every kernel of each."""
+_SETTLED = 0.02
+"""First answers are repeated until one is not faster than the last by more than this share."""
+_FIRST_ANSWERS = 8
+"""At most so many of them."""
+_CACHE_BLOCK = 128
+"""Tokens that a sequence's place in the KV cache is a multiple of, at most."""
 _GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "detokenize": False}
 _ENGINE: dict[str, Any] = {
     "dtype": "auto",  # the checkpoint's own, as served: fp16 of GPTQ and AWQ
@@ -52,7 +60,6 @@ class Settings:
         jit_monitor: of :data:`JIT_MONITOR`.
         kv_cache_dtype: of vLLM's option of that name.
         ranks: cards that share the model (tensor parallel).
-        memory: share of a card's memory that the engine takes.
         repeats: the median counts.
     """
 
@@ -61,7 +68,6 @@ class Settings:
     jit_monitor: str = JIT_MONITOR[0]
     kv_cache_dtype: str = "auto"
     ranks: int = 1
-    memory: float = 0.5
     repeats: int = 3
 
     def arguments(self) -> list[str]:
@@ -69,20 +75,41 @@ class Settings:
         found = [f"--batch={batch}" for batch in self.batches]
         found += [f"--context={context}" for context in self.contexts]
         found += ["--jit-monitor", self.jit_monitor, "--kv-cache-dtype", self.kv_cache_dtype]
-        found += ["--tensor-parallel-size", str(self.ranks), "--memory", str(self.memory)]
+        found += ["--tensor-parallel-size", str(self.ranks)]
         return found
 
-    def options(self, mode: str) -> dict[str, Any]:
+    def cells(self) -> Iterator[tuple[int, int]]:
+        """Yield what is measured: tokens of a prompt, and prompts at once."""
+        return itertools.product(self.contexts, self.batches)
+
+    def cache_bytes(self, config: dict[str, Any]) -> int:
+        """Return the KV cache that the largest cell needs, on each card.
+
+        Args:
+            config: the model's ``config.json``.
+        """
+        heads = config["num_attention_heads"]
+        width = config.get("head_dim") or config["hidden_size"] // heads
+        kept = max(1, config.get("num_key_value_heads", heads) // self.ranks)
+        token = 2 * 2 * config["num_hidden_layers"] * kept * width
+        longest = -(-(max(self.contexts) + ANSWER_TOKENS) // _CACHE_BLOCK) * _CACHE_BLOCK
+        # One more sequence than there are: vLLM wants a block of its own.
+        return int(token * longest * (max(self.batches) + 1))
+
+    def options(self, mode: str, config: dict[str, Any]) -> dict[str, Any]:
         """Return what ``vllm.LLM`` is told beside the checkpoint.
 
         Args:
             mode: of :data:`.engine_modes.MODES`.
+            config: the model's ``config.json``.
         """
         sizes = sorted({*self.batches, *_PREFILL_SIZES})
         own = {
             "max_model_len": max(1024, max(self.contexts) + ANSWER_TOKENS),
             "max_num_seqs": max(self.batches),
-            "gpu_memory_utilization": self.memory,
+            # The modes' engines lie on the card together: each takes what it needs, none a share.
+            "kv_cache_memory_bytes": self.cache_bytes(config),
+            "gpu_memory_utilization": 0.05,
             "jit_monitor_mode": self.jit_monitor,
             "kv_cache_dtype": self.kv_cache_dtype,
         }
@@ -91,105 +118,104 @@ class Settings:
         return _ENGINE | own | engine_options(mode, sizes)
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One measured cell.
+class Cell(NamedTuple):
+    """What one cell took.
 
     Attributes:
-        mode: of the engine.
-        batch: prompts at once.
         tokens_per_s: generated, prompts' prefill included in the time.
         decode_ms: of one decode step.
-        context: tokens of a prompt.
-        start_s: from asking for the engine until it took prompts.
     """
 
-    mode: str
-    batch: int
     tokens_per_s: float
     decode_ms: float
-    context: int = CONTEXTS[0]
-    start_s: float = 0.0
 
 
-_Seconds = Callable[[int], float]
+class Engine:
+    """An engine in this process."""
 
+    def __init__(
+        self, checkpoint: Path, mode: str, settings: Settings, profiled: bool = False
+    ) -> None:
+        """Start it.
 
-def _cell(prompt_tokens: int, repeats: int, seconds: _Seconds) -> tuple[float, float]:
-    """Time one cell: seconds of a whole answer, and of its prefill.
+        Args:
+            checkpoint: of :func:`.engine_checkpoint.write`, or any other vLLM loads.
+            mode: one of :data:`.engine_modes.MODES`; ``TAUT_KERNELS`` already has its first part.
+            settings: of the run.
+            profiled: :meth:`profile` will be called.
+        """
+        import torch
+        from vllm import LLM
 
-    ``seconds`` answers with so many tokens a prompt, and times it.
-    """
-    long = prompt_tokens >= _LONG_PREFILL
-    seconds(8)
-    for _ in range(1 if long else _WARM_UPS):
-        seconds(1)
-    times = min(2, repeats) if long else repeats
-    whole = statistics.median(seconds(ANSWER_TOKENS) for _ in range(times))
-    return whole, statistics.median(seconds(1) for _ in range(times))
+        from taut_bench import engine_profile
 
+        self._mode, self._settings = mode, settings
+        self._traces = Path(tempfile.mkdtemp(prefix="taut-traces-")) if profiled else None
+        profiling = engine_profile.options(self._traces) if self._traces else {}
+        config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+        begun = time.perf_counter()
+        self._llm = LLM(model=str(checkpoint), **settings.options(mode, config), **profiling)
+        self.start_s = time.perf_counter() - begun
+        generator = torch.Generator().manual_seed(1)
+        shape = (max(settings.batches), max(settings.contexts))
+        self._tokens = torch.randint(10, 1000, shape, generator=generator).tolist()
 
-def _cells(settings: Settings) -> Iterator[tuple[int, int]]:
-    for context in settings.contexts:
-        for batch in settings.batches:
-            yield context, batch
+    def _seconds(self, context: int, batch: int, answer: int) -> float:
+        from vllm import SamplingParams
 
-
-def measure(
-    checkpoint: Path, mode: str, settings: Settings, profile: Path | None = None
-) -> list[Row]:
-    """Start an engine in this process and measure it.
-
-    Args:
-        checkpoint: of :func:`.engine_checkpoint.write`, or any other vLLM loads.
-        mode: one of :data:`.engine_modes.MODES`; ``TAUT_KERNELS`` already has its first part.
-        settings: of the run.
-        profile: the CSV for decode steps by kernel; none is written where it fails.
-
-    Returns:
-        One row a length of prompts and number of them.
-    """
-    import torch
-    from vllm import LLM, SamplingParams
-
-    from taut_bench import engine_profile
-
-    traces = Path(tempfile.mkdtemp(prefix="taut-traces-")) if profile else None
-    profiling = engine_profile.options(traces) if traces else {}
-    begun = time.perf_counter()
-    llm = LLM(model=str(checkpoint), **settings.options(mode), **profiling)
-    start_s = time.perf_counter() - begun
-    generator = torch.Generator().manual_seed(1)
-    shape = (max(settings.batches), max(settings.contexts))
-    tokens = torch.randint(10, 1000, shape, generator=generator).tolist()
-
-    def seconds(context: int, batch: int, answer: int) -> float:
-        prompts = [{"prompt_token_ids": prompt[:context]} for prompt in tokens[:batch]]
+        prompts = [{"prompt_token_ids": prompt[:context]} for prompt in self._tokens[:batch]]
         sampling = SamplingParams(max_tokens=answer, **_GREEDY)
         start = time.perf_counter()
-        llm.generate(prompts, sampling, use_tqdm=False)
+        self._llm.generate(prompts, sampling, use_tqdm=False)
         return time.perf_counter() - start
 
-    rows = []
-    for context, batch in _cells(settings):
-        timed = functools.partial(seconds, context, batch)
-        whole, prefill = _cell(context * batch, settings.repeats, timed)
+    def settle(self) -> None:
+        """Answer until that gets no faster: an engine's first second is slower than the others."""
+        first = functools.partial(self._seconds, *next(self._settings.cells()), ANSWER_TOKENS)
+        last = first()
+        for _ in range(_FIRST_ANSWERS - 1):
+            now = first()
+            if now > last * (1 - _SETTLED):
+                return
+            last = now
+
+    def measure(self, context: int, batch: int) -> Cell:
+        """Time one cell.
+
+        Args:
+            context: tokens of a prompt.
+            batch: prompts at once.
+        """
+        seconds = functools.partial(self._seconds, context, batch)
+        long = context * batch >= _LONG_PREFILL
+        seconds(8)
+        for _ in range(1 if long else _WARM_UPS):
+            seconds(1)
+        times = min(2, self._settings.repeats) if long else self._settings.repeats
+        whole = statistics.median(seconds(ANSWER_TOKENS) for _ in range(times))
+        prefill = statistics.median(seconds(1) for _ in range(times))
         step = (whole - prefill) / (ANSWER_TOKENS - 1) * 1e3
-        rate = batch * ANSWER_TOKENS / whole
-        rows.append(Row(mode, batch, rate, step, context, start_s))
-    if profile and traces:
-        first = functools.partial(seconds, settings.contexts[0])
-        calls = {b: functools.partial(first, b, _PROFILED_TOKENS) for b in settings.batches}
-        _profile(llm, mode, calls, traces, profile)
-    return rows
+        return Cell(batch * ANSWER_TOKENS / whole, step)
 
+    def profile(self, path: Path) -> None:
+        """Write decode steps by kernel.
 
-def _profile(llm: Any, mode: str, calls: Any, traces: Path, profile: Path) -> None:
-    from taut_bench import engine_profile
+        Args:
+            path: of the CSV; none is written where the profiler fails.
+        """
+        from taut_bench import engine_profile
 
-    try:
-        engine_profile.record_all(llm, mode, calls, traces, profile)
-    except Exception as error:  # no profile is worth the figures before it
-        sys.stdout.write(f"{mode}: the profile failed: {error}\n")
-    finally:
-        shutil.rmtree(traces, ignore_errors=True)
+        traces, self._traces = self._traces, None
+        if traces is None:
+            raise ValueError("profile: the engine was not started with profiled=True")
+        first = functools.partial(self._seconds, self._settings.contexts[0])
+        calls: dict[int, Callable[[], float]] = {
+            batch: functools.partial(first, batch, _PROFILED_TOKENS)
+            for batch in self._settings.batches
+        }
+        try:
+            engine_profile.record_all(self._llm, self._mode, calls, traces, path)
+        except Exception as error:  # no profile is worth the figures before it
+            sys.stdout.write(f"{self._mode}: the profile failed: {error}\n")
+        finally:
+            shutil.rmtree(traces, ignore_errors=True)

@@ -13,7 +13,16 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from taut_bench import engine, engine_checkpoint, engine_models, engine_modes, report, w4a16
+from taut_bench import (
+    engine,
+    engine_checkpoint,
+    engine_measure,
+    engine_models,
+    engine_modes,
+    engine_turns,
+    report,
+    w4a16,
+)
 from taut_bench.engine_measure import Settings
 from taut_kernels.gemm.w4a16 import disk as formats
 from taut_kernels.gemm.w4a16 import lookup as tiles_wgmma
@@ -233,17 +242,16 @@ def test_weights_with_zero_points_have_the_values_of_symmetric_ones() -> None:
 
 def test_engine_report_has_the_ratio_to_stock(tmp_path: Path) -> None:
     rows = [
-        engine.Row("off", 16, 100.0, 2.0),
-        engine.Row("off", 16, 100.0, 2.7, 4096),
-        engine.Row("prefer", 16, 150.0, 1.5),
-        engine.Row("prefer", 16, 90.0, 3.0, 4096),
+        engine_turns.Row("off", 128, 16, 100.0, 2.0, 1.0, 1.0, 1.0, 2),
+        engine_turns.Row("prefer", 128, 16, 150.0, 1.5, 1.5, 1.25, 1.75, 2),
+        engine_turns.Row("require", 4096, 16, 90.0, 3.0, None, None, None, 1),
     ]
-    engine._write(rows, ["- prefer: a note"], "GPU card", tmp_path / "engine-w4a16.csv")
+    engine_turns.write(rows, ["- prefer: a note"], "GPU card", tmp_path / "engine-w4a16.csv")
     text = (tmp_path / "engine-w4a16.md").read_text()
-    assert "| prefer | 128 | 16 | 150 | 1.50 | 1.50 |" in text
-    assert "| prefer | 4096 | 16 | 90 | 3.00 | 0.90 |" in text
+    assert "| prefer | 128 | 16 | 150 | 1.50 | 1.50 | 1.25 to 1.75 |" in text
+    assert "| require | 4096 | 16 | 90 | 3.00 | – | – |" in text
     assert "- prefer: a note" in text
-    assert "prefer,16,150.0,1.5,128" in (tmp_path / "engine-w4a16.csv").read_text()
+    assert "prefer,128,16,150.0,1.5,1.5,1.25,1.75,2" in (tmp_path / "engine-w4a16.csv").read_text()
 
 
 def test_engine_options_follow_the_mode(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,24 +291,39 @@ def run_instead_of_python(worker: str, folder: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("sys.executable", str(script))
 
 
-def test_an_engine_that_fails_is_said_and_the_next_mode_still_runs(
+WORKER = """
+import json, os, sys
+from multiprocessing.connection import Connection
+argument = lambda name: sys.argv[sys.argv.index(name) + 1]
+mode = argument("--worker")
+print(os.environ["TAUT_KERNELS"], os.environ["TAUT_KERNELS_REPORT"])
+channel = Connection(int(argument("--channel")))
+def serve(rate):
+    channel.send(1.5)
+    while (cell := channel.recv()) is not None:
+        with open("order", "a") as order:
+            print(mode, *cell, file=order)
+        channel.send((next(rate), 1.0))
+"""
+
+
+def test_engines_take_turns_in_both_orders_and_one_that_fails_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    worker = """
-import json, os, sys
-mode = sys.argv[sys.argv.index("--worker") + 1]
-print(os.environ["TAUT_KERNELS"], os.environ["TAUT_KERNELS_REPORT"])
+    own = """
 print("Triton kernel JIT compilation during inference: f")
 if mode == "prefer": sys.exit("no engine")
-rows = [{"mode": mode, "batch": 4, "tokens_per_s": 10.0, "decode_ms": 1.0}]
-open(sys.argv[sys.argv.index("--output") + 1], "w").write(json.dumps(rows))
+serve(iter([10.0, 20.0, 20.0, 40.0] if mode == "off" else [15.0, 30.0, 20.0, 40.0]))
 """
-    run_instead_of_python(worker, tmp_path, monkeypatch)
+    run_instead_of_python(WORKER + own, tmp_path, monkeypatch)
+    monkeypatch.chdir(tmp_path)
     path = tmp_path / "engine-w4a16.csv"
     modes = ["off", "prefer", "require+fused"]
-    assert engine.run(tmp_path, modes, Settings((4,)), "GPU card", path) == 1
+    assert engine.run(tmp_path, modes, Settings((4, 8)), "GPU card", path) == 1
     out, err = capsys.readouterr()
-    assert "| require+fused | 128 | 4 | 10 | 1.00 | 1.00 |" in out
+    # Medians over two turns; the ratios are 1.5 in one and 1.0 in the other.
+    assert "| require+fused | 128 | 4 | 18 | 1.00 | 1.25 | 1.00 to 1.50 |" in out
+    assert "| off | 128 | 8 | 30 | 1.00 | 1.00 | 1.00 to 1.00 |" in out
     assert "- prefer: not measured: the engine ended with 1, see engine-prefer.log" in out
     assert "- off: 1 kinds of kernel compiled after warm-up" in out
     assert err == "error: prefer was not measured: see engine-prefer.log\n"
@@ -308,32 +331,53 @@ open(sys.argv[sys.argv.index("--output") + 1], "w").write(json.dumps(rows))
     first = (tmp_path / "engine-require-fused.log").read_text().splitlines()[0]
     assert first == f"require {tmp_path / 'engine-require-fused-kernels.json'}"
     assert path.with_suffix(".png").stat().st_size > 1000
+    order = [line.split() for line in (tmp_path / "order").read_text().splitlines()]
+    assert [(mode[:3], batch) for mode, _, batch in order] == [
+        *(("off", "4"), ("req", "4"), ("off", "8"), ("req", "8")),
+        *(("req", "4"), ("off", "4"), ("req", "8"), ("off", "8")),
+    ]
 
 
 def test_a_compilation_after_warm_up_ends_the_engine_where_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    worker = """
-import json, sys
-mode = sys.argv[sys.argv.index("--worker") + 1]
-monitor = sys.argv[sys.argv.index("--jit-monitor") + 1]
+    own = """
 if mode == "prefer":
+    channel.send(1.0)
+    channel.recv()
     print("RuntimeError: Triton kernel JIT compilation during inference: late_kernel. This causes")
-    sys.exit(monitor == "error")
-rows = [{"mode": mode, "batch": 4, "tokens_per_s": 10.0, "decode_ms": 1.0}]
-open(sys.argv[sys.argv.index("--output") + 1], "w").write(json.dumps(rows))
+    sys.exit(argument("--jit-monitor") == "error")
+serve(iter([10.0, 10.0]))
 """
-    run_instead_of_python(worker, tmp_path, monkeypatch)
+    run_instead_of_python(WORKER + own, tmp_path, monkeypatch)
+    monkeypatch.chdir(tmp_path)
     path = tmp_path / "engine-w4a16.csv"
     settings = Settings((4,), jit_monitor="error")
     assert engine.run(tmp_path, ["off", "prefer"], settings, "GPU card", path) == 1
     out = capsys.readouterr().out
     assert (
-        "- off: 0 kinds of kernel compiled after warm-up (JIT monitor: error); started in 0 s"
+        "- off: 0 kinds of kernel compiled after warm-up (JIT monitor: error); started in 2 s"
         in out
     )
     ended = "the engine ended with 1 because late_kernel compiled after warm-up"
     assert f"- prefer: not measured: {ended}, see engine-prefer.log" in out
+
+
+def written_config(folder: Path) -> Path:
+    """Write the configuration of a model that no engine here loads."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(engine_models.LLAMA_3_8B))
+    return folder
+
+
+def test_the_cache_holds_the_largest_cell_and_no_more() -> None:
+    settings = Settings((1, 32), contexts=(128, 4096))
+    token = 32 * 8 * 128 * 2 * 2
+    assert settings.cache_bytes(engine_models.LLAMA_3_8B) == token * (4096 + 128) * 33
+    halves = Settings((1, 32), contexts=(128, 4096), ranks=2)
+    assert halves.cache_bytes(engine_models.LLAMA_3_8B) == token // 2 * (4096 + 128) * 33
+    odd = Settings((1,), contexts=(100,))
+    assert odd.cache_bytes(engine_models.LLAMA_3_8B) == token * 256 * 2, "whole blocks"
 
 
 def test_a_profiler_that_fails_costs_no_figures(
@@ -353,16 +397,32 @@ def test_a_profiler_that_fails_costs_no_figures(
     vllm = types.SimpleNamespace(LLM=Engine, SamplingParams=lambda **_: None)
     monkeypatch.setitem(sys.modules, "vllm", vllm)
     path = tmp_path / "profile.csv"
-    rows = engine.measure(Path("checkpoint"), "off", Settings((1, 4)), profile=path)
-    assert [row.batch for row in rows] == [1, 4]
+    checkpoint = written_config(tmp_path / "c")
+    measured = engine_measure.Engine(checkpoint, "off", Settings((1, 4)), profiled=True)
+    assert measured.measure(128, 4).tokens_per_s > 0
+    measured.profile(path)
     assert "off: the profile failed: no CUPTI here" in capsys.readouterr().out
     assert not path.exists()
     assert not traces[0].exists()
+    with pytest.raises(ValueError, match="profiled=True"):
+        measured.profile(path)
+
+
+def test_an_engine_is_measured_once_its_answers_get_no_faster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = [1.0, 0.8, 0.6, 0.595, 0.1]
+    monkeypatch.setattr(engine_measure.Engine, "_seconds", lambda *_: times.pop(0))
+    llm = types.SimpleNamespace(LLM=lambda **_: None, SamplingParams=None)
+    monkeypatch.setitem(sys.modules, "vllm", llm)
+    checkpoint = written_config(tmp_path / "c")
+    engine_measure.Engine(checkpoint, "off", Settings((1,))).settle()
+    assert times == [0.1]
 
 
 @pytest.mark.parametrize("jit_monitor", engine.JIT_MONITOR)
 def test_the_measured_engine_gets_the_monitor_s_mode(
-    jit_monitor: str, monkeypatch: pytest.MonkeyPatch
+    jit_monitor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: dict[str, object] = {}
 
@@ -375,8 +435,9 @@ def test_the_measured_engine_gets_the_monitor_s_mode(
 
     vllm = types.SimpleNamespace(LLM=llm, SamplingParams=None)
     monkeypatch.setitem(sys.modules, "vllm", vllm)
+    checkpoint, settings = written_config(tmp_path / "c"), Settings((1,), jit_monitor=jit_monitor)
     with pytest.raises(StopError):
-        engine.measure(Path("checkpoint"), "off", Settings((1,), jit_monitor=jit_monitor))
+        engine_measure.Engine(checkpoint, "off", settings)
     assert given["jit_monitor_mode"] == jit_monitor
     arguments = engine._parser().parse_args(["--output", "out", "--jit-monitor", jit_monitor])
     assert arguments.jit_monitor == jit_monitor
