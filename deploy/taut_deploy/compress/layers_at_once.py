@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from taut_deploy.compress.state import LayerState
-from taut_deploy.compress.threads import at_device, modes_of_caller, single_thread
+from taut_deploy.compress.threads import at_device, load_linalg, modes_of_caller, single_thread
 
 Result = TypeVar("Result")
 # Layers that share their input group -> what was found for each, in their order
@@ -67,6 +67,7 @@ def solve_layers(
 def _side_by_side(
     solve: SolveGroup[Result], tasks: Sequence[Sequence[LayerState]], places: Sequence[torch.device]
 ) -> list[Sequence[Result]]:
+    load_linalg(places)
     modes = modes_of_caller()
     home = tasks[0][0].module.weight.device
 

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 from taut_deploy.compress.source.calls import PerRow, call_block
 from taut_deploy.compress.threads import (
     at_device,
+    load_linalg,
     modes_of_caller,
     over_batches,
     results_in_order,
@@ -117,6 +118,7 @@ def over_replicas(
             lambda batch: function(first, batch), hidden, batch_size, first.module
         )
         return
+    load_linalg(replica.device for replica in replicas)
     modes = modes_of_caller()
 
     def call(replica: Replica, batch: torch.Tensor) -> Result:

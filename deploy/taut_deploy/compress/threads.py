@@ -61,6 +61,20 @@ def modes_of_caller() -> Callable[[], AbstractContextManager[None]]:
     return entered
 
 
+def load_linalg(devices: Iterable[torch.device | None]) -> None:
+    """Let torch load its linear algebra for GPUs, before several threads call it.
+
+    The first call loads a library; two first calls at once end with "lazy wrapper should be called
+    at most once".
+
+    Args:
+        devices: that the threads will work on; None for one that is not known.
+    """
+    for device in devices:
+        if device is not None and device.type == "cuda":
+            torch.linalg.cholesky_ex(torch.eye(1, device=device))
+
+
 def over_batches(
     function: Callable[[torch.Tensor], Result],
     hidden: torch.Tensor,

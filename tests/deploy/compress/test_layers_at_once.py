@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -154,6 +156,40 @@ def test_what_a_device_found_comes_back_to_the_block():
     parts = [back[0].importance, back[0].dead, back[0].order, back[0].factor, back[1][0]]
     assert {part.device.type for part in parts} == {"meta"}
     assert [part.dtype for part in parts[:3]] == [torch.float64, torch.bool, torch.int64]
+
+
+def test_linear_algebra_is_loaded_before_threads_call_it(monkeypatch):
+    """Two first calls at once end torch's loading of it on GPUs with an error."""
+    loaded, devices = [], [CPU, torch.device("meta")]
+    monkeypatch.setattr(layers_at_once, "load_linalg", loaded.extend)
+    assert (
+        solve_layers(lambda _: [list(loaded)], layers_of((4, 4), (8, 4)), devices) == [devices] * 2
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_threads_of_a_fresh_process_factor_on_a_card():
+    program = """
+import threading, torch
+from taut_deploy.compress.threads import load_linalg
+device, failed = torch.device("cuda"), []
+matrices = [torch.eye(512, device=device) for _ in range(16)]
+load_linalg([device])
+ready = threading.Barrier(len(matrices))
+def call(matrix):
+    ready.wait()
+    try:
+        torch.linalg.cholesky_ex(matrix)
+    except RuntimeError as error:
+        failed.append(error)
+threads = [threading.Thread(target=call, args=(matrix,)) for matrix in matrices]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+raise SystemExit(str(failed) if failed else 0)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_an_error_is_that_of_the_first_layer(two_threads):
