@@ -5,10 +5,10 @@ from typing import Annotated
 
 import typer
 
-from taut_deploy.commands.bench_samples import Samples, make_folders, open_place, tell
+from taut_deploy.commands.bench_samples import Making, Samples, make_folders, open_place, tell
 from taut_deploy.commands.device import require_device
 from taut_deploy.commands.option_groups import with_groups
-from taut_deploy.commands.options import DeviceOption, JsonFlag, ModelArgument, ResultsFolder
+from taut_deploy.commands.options import JsonFlag, ModelArgument, ResultsFolder
 from taut_deploy.commands.output import line_reporter
 
 
@@ -28,11 +28,8 @@ def compressors(
         str, typer.Option(help="g32-asym, g64-sym, g128-sym with commas, or all that fit.")
     ] = "all",
     samples: Samples,
-    work: Annotated[
-        Path | None, typer.Option(file_okay=False, help="Folder of the checkpoints.")
-    ] = None,
+    making: Making,
     output: ResultsFolder = Path("bench-compressors"),
-    device: DeviceOption = "cpu",
     as_json: JsonFlag = False,
 ) -> None:
     """INT4 weights by taut, and by rivals in environments of their own.
@@ -44,10 +41,10 @@ def compressors(
     from taut_deploy.bench.compressors_report import RESULTS, markdown
     from taut_deploy.bench.serve_report import describe_run
 
-    require_device(device)
+    require_device(making.device)
     rivals = parse_rivals(rival or [])
-    work = make_folders(output, work, "work")
-    place = open_place(model, samples, device)
+    work = make_folders(output, making.work, "work")
+    place = open_place(model, samples, making.device)
     told = line_reporter(quiet=as_json)
     grids = choose_grids(formats, Path(place.base.path), told)
     plan = Plan(place, text, samples.sequences, grids, rivals, work, output.absolute())

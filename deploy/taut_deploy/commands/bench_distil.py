@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
-from taut_deploy.commands.bench_samples import Samples, make_folders, open_place, tell
+from taut_deploy.commands.bench_samples import Making, Samples, make_folders, open_place, tell
 from taut_deploy.commands.device import require_device
 from taut_deploy.commands.option_groups import with_groups
-from taut_deploy.commands.options import DeviceOption, JsonFlag, ModelArgument, ResultsFolder
+from taut_deploy.commands.options import JsonFlag, ModelArgument, ResultsFolder
 from taut_deploy.commands.output import line_reporter
 from taut_deploy.errors import MeasureError
 
@@ -64,11 +64,8 @@ def distil(
         ),
     ] = 0,
     steps: Steps,
-    work: Annotated[
-        Path | None, typer.Option(file_okay=False, help="Folder of the students.")
-    ] = None,
+    making: Making,
     output: ResultsFolder = Path("bench-distil"),
-    device: DeviceOption = "cpu",
     as_json: JsonFlag = False,
 ) -> None:
     """What each way of compressing costs, one shot and after distillation by the base model.
@@ -81,12 +78,12 @@ def distil(
     from taut_deploy.bench.distil_texts import parse_text_sets
     from taut_deploy.bench.serve_report import describe_run
 
-    require_device(device)
+    require_device(making.device)
     if (budget.seconds is None) == (budget.tokens is None):
         raise MeasureError("--seconds, --tokens: give one of them, the budget of each training")
     students, sets = choose_students(only), parse_text_sets(train)
-    work = make_folders(output, work, "students")
-    place = open_place(model, samples, device, fit_steps)
+    work = make_folders(output, making.work, "students")
+    place = open_place(model, samples, making.device, fit_steps)
     judged = (text, samples.sequences, tuple(sets), students, budget.seconds, budget.tokens)
     plan = Plan(
         place, *judged, steps.batch_size, steps.micro_batch, steps.self_sequences, work, output

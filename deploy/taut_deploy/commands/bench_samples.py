@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from taut_deploy.commands.options import DeviceOption
 from taut_deploy.commands.output import make_folder, print_json
 from taut_deploy.home import TautHome
 from taut_deploy.models import ModelStore
@@ -30,6 +31,19 @@ class Samples:
     calibration_sequences: Annotated[int, typer.Option(min=1)] = 128
     sequences: Annotated[int, typer.Option(min=1)] = 64
     sequence_length: Annotated[int, typer.Option(min=16)] = 512
+
+
+@dataclass(frozen=True)
+class Making:
+    """Where models are made to be measured.
+
+    Args:
+        work: Folder of the models that are measured.
+        device: cpu or cuda.
+    """
+
+    work: Annotated[Path | None, typer.Option(file_okay=False)] = None
+    device: DeviceOption = "cpu"
 
 
 def make_folders(output: Path, work: Path | None, name: str) -> Path:
