@@ -18,6 +18,8 @@ from tiny_families import EXPERTS, FAMILIES, write_family
 from tiny_models import job_for, recipe_data, write_calibration_text
 
 from taut_deploy.compress import driver
+from taut_deploy.compress.shrink.shrink import ShrinkJob, shrink
+from taut_deploy.models.store import describe_directory
 
 pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.timeout(1200)]
 
@@ -31,6 +33,8 @@ TURNED = {"gpt2"}
 STACKED = {"llama4"}
 # vLLM 0.32 answers otherwise than transformers for the dense model just as much.
 UNLIKE = {"gpt_neox"}
+# Experts of these cannot be dropped.
+WHOLE = {"llama4"}
 # vLLM 0.32 has linear attention for GPUs alone.
 ON_A_GPU = {"qwen3_next"}
 NEAR_TIE = 0.1
@@ -62,9 +66,27 @@ def test_vllm_says_what_the_multiplied_out_weights_say(family, run_with_vllm, tm
     judged = tmp_path / "out"
     if family not in STACKED:
         judged = plain_copy(judged, tmp_path / "plain", 4, turned=family in TURNED)
-    judge = load_whole(judged)
-    file = tmp_path / "answer.json"
-    done = run_with_vllm(str(SCRIPT), str(tmp_path / "out"), str(file))
+    compare(family, load_whole(judged), tmp_path / "out", run_with_vllm, tmp_path / "answer.json")
+
+
+def asked_experts() -> list[str]:
+    return [family for family in asked() if family in EXPERTS and family not in WHOLE]
+
+
+@pytest.mark.parametrize("family", asked_experts())
+def test_vllm_serves_a_mixture_with_fewer_experts(family, run_with_vllm, tmp_path):
+    if family in ON_A_GPU:
+        pytest.skip(f"vLLM runs {family} on a GPU alone")
+    model = describe_directory(write_family(tmp_path / "model", family))
+    text = write_calibration_text(tmp_path / "text.txt")
+    out = tmp_path / "out"
+    shrink(ShrinkJob(model, out, {"experts": 0.75}, (str(text),), tmp_path, 4, 32))
+    compare(family, load_whole(out), out, run_with_vllm, tmp_path / "answer.json")
+
+
+def compare(family: str, judge, checkpoint: Path, run_with_vllm, file: Path) -> None:
+    """Fail unless vLLM says of a checkpoint what the judge says."""
+    done = run_with_vllm(str(SCRIPT), str(checkpoint), str(file))
     assert done.returncode == 0, done.stderr[-3000:]
     answer = json.loads(file.read_text())
     apart = []
