@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tiny_models import edit_json
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoConfig,
@@ -139,6 +140,9 @@ EXPERTS: dict[str, tuple[str, dict[str, Any], str]] = {
     "qwen3_next": ("qwen3_next", DELTA, "model.layers.1.mlp.experts.3.down_proj"),
 }
 
+# Published under another name than transformers' class, and vLLM has a class of that name.
+PUBLISHED_AS = {"phimoe": "PhiMoEForCausalLM"}
+
 CLIP = {
     "model_type": "clip_vision_model",
     "hidden_size": 32,
@@ -187,6 +191,8 @@ def write_family(path: Path, family: str) -> Path:
             else:
                 parameter.copy_(torch.randn_like(parameter) * 0.2)
     model.save_pretrained(path)
+    if family in PUBLISHED_AS:
+        edit_json(path / "config.json", architectures=[PUBLISHED_AS[family]])
     if settings.get("vocab_size") == BYTES:
         _write_bytes_tokenizer(path)
     else:

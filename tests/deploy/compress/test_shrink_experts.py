@@ -35,9 +35,7 @@ def text(tmp_path_factory):
 
 def asked(model, output, text, share: float, **more) -> ShrinkJob:
     shares = {"experts": share, **more}
-    return ShrinkJob(
-        describe_directory(model), output, shares, (str(text),), output.parent, 4, 32
-    )
+    return ShrinkJob(describe_directory(model), output, shares, (str(text),), output.parent, 4, 32)
 
 
 def write_deepseek(path, experts: int):
@@ -209,12 +207,12 @@ def test_an_expert_cut_wrongly_is_found_by_running_it(text, tmp_path, monkeypatc
 
     def swapped(model, smaller, chosen):
         fill(model, smaller, chosen)
-        smaller.model.layers[0].mlp.experts.down_proj.data = (
-            smaller.model.layers[0].mlp.experts.down_proj.data.flip(0)
-        )
+        smaller.model.layers[0].mlp.experts.down_proj.data = smaller.model.layers[
+            0
+        ].mlp.experts.down_proj.data.flip(0)
 
     monkeypatch.setattr(module, "fill", swapped)
-    with pytest.raises(ModelError, match="--experts: .* computes something else"):
+    with pytest.raises(ModelError, match=r"--experts: .* computes something else"):
         shrink(asked(model, tmp_path / "out", text, 0.5))
 
 
