@@ -49,6 +49,17 @@ OPT = {**LLAMA, "ffn_dim": 128, "word_embed_proj_dim": 128}
 BLOOM = {**LLAMA, "n_layer": 2, "n_head": 4, "seq_length": 128}
 ONE_GROUP = {"multi_query": True, "parallel_attn": True, "new_decoder_architecture": False}
 ALIBI = {**ONE_GROUP, "alibi": True, "multi_query": False, "parallel_attn": False, "bias": True}
+# Latent attention that vLLM serves as plain attention, heads of 16 + 16.
+MINICPM3 = {
+    **{name: value for name, value in LLAMA.items() if name != "num_key_value_heads"},
+    "kv_lora_rank": 32,
+    "q_lora_rank": 64,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "scale_emb": 6,
+    "dim_model_base": 32,
+}
 GRANITE = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 8.0}
 
 MOE = {
@@ -117,6 +128,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("smollm3", LLAMA),
     "nemotron": ("nemotron", LLAMA),
     "glm4": ("glm4", WIDE_HEADS),
+    "minicpm3": ("minicpm3", MINICPM3),
 }
 
 # Mixtures of experts; beside each, what files call an expert's matrix.
