@@ -131,7 +131,7 @@ class BlockCache:
         if self._settings is None or self._settings.dtype == "int8":
             yield
             return
-        with _attention_through(self._account):
+        with attention_through(self._account):
             yield
         if not self._largest:
             raise ModelError(f"{self._prefix}: kv_cache: no attention was seen in this block")
@@ -147,7 +147,7 @@ class BlockCache:
     @contextmanager
     def emulated(self) -> Iterator[None]:
         """Let the block compute with keys and values as they come back from the cache."""
-        with _attention_through(self._through_cache):
+        with attention_through(self._through_cache):
             yield
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -204,8 +204,13 @@ def cached_int8(states: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _attention_through(seen: _Seen) -> Iterator[None]:
-    """Show ``seen`` what every attention is about to compute with, and take what it gives back."""
+def attention_through(seen: _Seen) -> Iterator[None]:
+    """Show ``seen`` what every attention is about to compute with, and take what it gives back.
+
+    Args:
+        seen: called with the attention module and query, key and value [B, heads, T, D]; returns
+            those to compute with.
+    """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     original = ALL_ATTENTION_FUNCTIONS["sdpa"]
