@@ -18,6 +18,7 @@ from taut_deploy.compress.resolve import resolve
 from taut_deploy.compress.shrink.axes import AXES, keep_blocks, target_of
 from taut_deploy.compress.shrink.cut import require_cuttable
 from taut_deploy.compress.shrink.importance import decoder_of
+from taut_deploy.compress.shrink.shrink import require_dense
 from taut_deploy.compress.skeleton import empty_model
 from taut_deploy.compress.source.decoder import take_experts_apart
 from taut_deploy.compress.source.linears import linear_layers
@@ -156,6 +157,7 @@ def _slimmed(job: CompressionJob, slims: list[Slim]) -> Any:
     """The smaller model without weights; which units stay does not change its shapes."""
     directory = Path(job.model.path)
     trusted = job.trust_remote_code
+    require_dense(directory)
     config = load_config(directory, trust_remote_code=trusted)
     smaller = empty_model(config, stored_dtype(directory), trust_remote_code=trusted)
     for stage in slims:

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from stood_for import load_whole, logits_of
 from tiny_families import EXPERTS, MOE, write_family
-from tiny_models import job_for, recipe_data, write_calibration_text
+from tiny_models import edit_json, job_for, recipe_data, write_calibration_text
 from torch.nn.functional import silu
 from transformers import AutoConfig, AutoModelForCausalLM
 from validate_setup import write_tokenizer
@@ -189,6 +189,18 @@ def test_groups_that_would_be_too_small_are_refused(experts, share, message, tex
     model = write_deepseek(tmp_path / "m", experts)
     with pytest.raises(ModelError, match=message):
         shrink(asked(model, tmp_path / "out", text, share))
+
+
+def test_a_quantised_model_is_refused_by_the_plan_already(text, tmp_path):
+    """gpt-oss is published in MXFP4, which other stages dequantise on the way."""
+    model = write_family(tmp_path / "m", "mixtral")
+    edit_json(model / "config.json", quantization_config={"quant_method": "mxfp4"})
+    data = recipe_data(text)
+    data["stages"].insert(0, {"method": "slim", "experts": 0.5})
+    with pytest.raises(ModelError, match="is quantised; give the model it was made from"):
+        plan(job_for(model, data, tmp_path / "out"))
+    with pytest.raises(ModelError, match="is quantised; give the model it was made from"):
+        shrink(asked(model, tmp_path / "out", text, 0.5))
 
 
 def test_no_other_axis_of_a_mixture_is_planned(text, tmp_path):

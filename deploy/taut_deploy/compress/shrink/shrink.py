@@ -12,7 +12,7 @@ from taut_deploy.compress.dense import load_dense, write_dense
 from taut_deploy.compress.golden import golden_of
 from taut_deploy.compress.job import library_versions, stored_dtype
 from taut_deploy.compress.report.render import slimmed_markdown
-from taut_deploy.compress.shrink.axes import AXES, target_of
+from taut_deploy.compress.shrink.axes import AXES, Axis, target_of
 from taut_deploy.compress.shrink.cut import cut, require_cuttable
 from taut_deploy.compress.shrink.smaller import Cut
 from taut_deploy.compress.skeleton import empty_model
@@ -73,11 +73,7 @@ def shrink(job: ShrinkJob, progress: Progress = lambda done, total, what: None) 
 def _execute(job: ShrinkJob, progress: Progress) -> Manifest:
     directory = Path(job.model.path)
     axes = [axis for axis in AXES if axis in job.shares]
-    config = load_config(directory, trust_remote_code=job.trust_remote_code)
-    targets = [target_of(config, axis, job.shares[axis]) for axis in axes]
-    empty = empty_model(config, stored_dtype(directory), trust_remote_code=job.trust_remote_code)
-    for target in targets:  # before any text or weight is read
-        require_cuttable(empty, target)
+    _refuse_early(job, directory, axes)
     text = read_text(
         list(job.text),
         directory,
@@ -91,7 +87,6 @@ def _execute(job: ShrinkJob, progress: Progress) -> Manifest:
     digest = "sha256:" + sha256_json(recipe["stages"])
     if (finished := finished_result(job.output, digest)) is not None:
         return finished
-    _require_dense(directory)
     model = load_dense(directory, job.device, trust_remote_code=job.trust_remote_code)
     workspace = Workspace(job.output, {"stages": recipe["stages"]}, resume=False)
     judged = text.held_out if len(text.held_out) else tokens[:_JUDGED]
@@ -134,7 +129,27 @@ def _execute(job: ShrinkJob, progress: Progress) -> Manifest:
     return sealed
 
 
-def _require_dense(directory: Path) -> None:
+def _refuse_early(job: ShrinkJob, directory: Path, axes: list[Axis]) -> None:
+    """Refuse what cannot be cut, before any text or weight is read.
+
+    Raises:
+        ModelError: the model is quantised, or naming the axis.
+    """
+    require_dense(directory)
+    trusted = job.trust_remote_code
+    config = load_config(directory, trust_remote_code=trusted)
+    targets = [target_of(config, axis, job.shares[axis]) for axis in axes]
+    empty = empty_model(config, stored_dtype(directory), trust_remote_code=trusted)
+    for target in targets:
+        require_cuttable(empty, target)
+
+
+def require_dense(directory: Path) -> None:
+    """Refuse a model whose weights are not plain numbers.
+
+    Raises:
+        ModelError: it is quantised.
+    """
     if read_config(directory).get("quantization_config") is not None:
         raise ModelError(
             f"{directory}: is quantised; give the model it was made from, and compress the result"
