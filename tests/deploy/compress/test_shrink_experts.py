@@ -140,6 +140,23 @@ def test_gpt_oss_has_biases_that_go_too(text, tmp_path):
     torch.testing.assert_close(logits_of(loaded), logits_of(base), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("family", ["granitemoe", "minimax_m2", "ernie4_5_moe"])
+def test_routers_that_answer_or_are_asked_otherwise(family, text, tmp_path):
+    """In another order, with a bias handed in, or counted by another key."""
+    settings = {**MOE, "head_dim": 32, "moe_num_experts": 4, "moe_k": 2}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings))
+    for name, buffer in model.named_buffers():
+        if "e_score" in name:
+            buffer.copy_(torch.randn_like(buffer))
+    model.save_pretrained(tmp_path / "m")
+    write_tokenizer(tmp_path / "m")
+    manifest = shrink(asked(tmp_path / "m", tmp_path / "out", text, 0.75))
+    assert {layer["after"] for layer in manifest.layers} == {3}
+    loaded = load_whole(tmp_path / "out")
+    assert torch.isfinite(logits_of(loaded)).all()
+
+
 def test_groups_of_experts_keep_their_size_and_the_selecting_bias_stays_exact(text, tmp_path):
     model = write_deepseek(tmp_path / "m", experts=12)
     manifest = shrink(asked(model, tmp_path / "out", text, 0.7))

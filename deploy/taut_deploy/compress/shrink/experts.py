@@ -159,7 +159,7 @@ def cut_experts(model: Any, target: Target, tokens: torch.Tensor, batch: int) ->
         return {} if block is None else {(target.before, target.after): kept[block]}
 
     fill(model, smaller, chosen)
-    _require_same(model, smaller, found, kept)
+    _require_same(model, smaller, found, kept, target.before)
     facts = {
         block: {
             "importance": [float(f"{value:.6g}") for value in values.tolist()],
@@ -171,7 +171,7 @@ def cut_experts(model: Any, target: Target, tokens: torch.Tensor, batch: int) ->
 
 
 def _require_same(
-    model: Any, smaller: Any, found: list[Mixture], kept: dict[str, list[int]]
+    model: Any, smaller: Any, found: list[Mixture], kept: dict[str, list[int]], before: int
 ) -> None:
     """Check the smaller model against the larger one, routed as the smaller one routes.
 
@@ -185,10 +185,16 @@ def _require_same(
         numbers = torch.tensor(kept[mixture.block], device=model.device)
 
         def hook(module: nn.Module, arguments: Any, out: Any) -> Any:
-            given = router(*arguments)
-            # Scores come first; rounding aside they are the kept rows'.
-            require_close(given[0].float(), out[0][..., numbers].float(), "experts")
+            # A bias of experts that the block hands to its router is cut as the router is.
+            given = router(*(numbers_of(one) for one in arguments))
+            for theirs, mine in zip(out, given, strict=True):
+                if theirs.shape[-1] == before and mine.shape[-1] == len(numbers):
+                    # Scores of every expert: rounding aside they are the kept rows'.
+                    require_close(mine.float(), theirs[..., numbers].float(), "experts")
             return tuple(one if one.is_floating_point() else numbers[one] for one in given)
+
+        def numbers_of(argument: torch.Tensor) -> torch.Tensor:
+            return argument[numbers] if argument.shape == (before,) else argument
 
         return hook
 
