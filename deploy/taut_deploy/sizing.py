@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from taut_deploy.cache_scheme import declared_cache
+from taut_deploy.cache_scheme import INT8_CACHE, asked_cache, declared_cache
+from taut_deploy.checkpoint import MANIFEST, read_manifest
 from taut_deploy.diagnose.layer_shapes import stored_layers
 from taut_deploy.diagnose.own_format import own_layers
 from taut_deploy.errors import WorkerError
@@ -16,9 +17,11 @@ from taut_deploy.models.directory import read_config, weight_files
 
 GIB = 2**30
 KV_BYTES = {"auto": 2, "bfloat16": 2, "float16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
+KV_BYTES |= {INT8_CACHE: 1, "fp8_per_token_head": 1}
 """Bytes per element by vLLM's ``--kv-cache-dtype``; ``auto`` is the model's, 16 bits here
 unless its config.json declares a cache."""
 _SERVED_BITS = 16
+_SCALE_BYTES = 4
 BLOCK_TOKENS = 16
 """vLLM hands out the KV cache in blocks of this many tokens."""
 
@@ -94,6 +97,8 @@ def kv_bytes_per_token(directory: Path, kv_cache_dtype: str = "auto", parallel: 
     config = read_config(directory)
     if kv_cache_dtype == "auto" and declared_cache(config) is not None:
         kv_cache_dtype = "fp8"
+    elif kv_cache_dtype == "auto" and (directory / MANIFEST).is_file():
+        kv_cache_dtype = asked_cache(read_manifest(directory).recipe) or "auto"
     text = config.get("text_config")
     config = text if isinstance(text, dict) else config
     if "kv_lora_rank" in config:
@@ -103,7 +108,10 @@ def kv_bytes_per_token(directory: Path, kv_cache_dtype: str = "auto", parallel: 
     per_head = config.get("head_dim") or _size(directory, config, "hidden_size") // heads
     layers = _size(directory, config, "num_hidden_layers")
     here = max(1, -(-kv_heads // parallel))
-    return 2 * layers * here * int(per_head) * KV_BYTES[kv_cache_dtype]
+    head_bytes = int(per_head) * KV_BYTES[kv_cache_dtype]
+    if kv_cache_dtype.endswith("per_token_head"):
+        head_bytes += _SCALE_BYTES
+    return 2 * layers * here * head_bytes
 
 
 def plan(name: str, directory: Path, demand: Demand) -> Plan:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from optimum.configuration_utils import BaseConfig
+from optimum.exporters.tasks import TasksManager
 from optimum.quantization_base import OptimumQuantizer
 from tiny_models import (
     edit_json,
@@ -91,6 +92,27 @@ def test_optimum_cli_validates_and_exits_with_the_verdict(room, run):
     assert json.loads(out)["verdict"] == "FAIL"
 
 
+def test_optimum_cli_shrinks_and_exits_with_the_outcome(room, run, monkeypatch):
+    monkeypatch.chdir(room)
+    write_text(room / "seen.txt", 600, seed=9)
+    for name, bits in (("w2", "W2A16"), ("w8", "W8A16")):
+        data = recipe_data(room / "text.txt", scheme=bits, algorithm="rtn")
+        write_recipe(room / f"{name}.yaml", {**data, "name": name})
+    command = (
+        *("taut", "shrink", "model", "--recipe", "w2.yaml", "--recipe", "w8.yaml"),
+        *("--text", "seen.txt", "--sequences", "6", "--sequence-length", "24"),
+        *("--bootstrap", "300", "--noise-sequences", "2", "--no-served", "--served-by", "h100"),
+    )
+    for limit, code, name in ((1000.0, 0, "w2"), (1e-9, 1, None)):
+        policy = room / f"{limit}.yaml"
+        policy.write_text(f"name: p\nrequire: {{mean_kl: {{max: {limit:.10f}}}}}\n")
+        output = room / f"shrunk-{limit}"
+        found, out, err = run(*command, "--policy", str(policy), "--output", str(output))
+        assert found == code, out + err
+        left = [path for path in (output / "tries").iterdir() if path.name[0] != "."]
+        assert [verify(path).recipe["name"] for path in left] == ([name] if name else [])
+
+
 def test_a_mistake_is_one_line_of_taut(room, run):
     code, _, err = run("taut", "compress", str(room / "model"), "--recipe", "w4a17")
     assert code == 2
@@ -146,9 +168,18 @@ def test_settings_of_other_quantizers_are_refused(room, home):
     assert not (room / "never").exists()
 
 
-def test_a_checkpoint_loads_verified_and_as_transformers_loads_it(room, tmp_path):
+def test_a_checkpoint_loads_verified_and_as_transformers_loads_it(room, tmp_path, monkeypatch):
     ids = torch.arange(2, 30)[None]
+    asked = []
+    named = TasksManager.get_model_class_for_task
+
+    def spied(task, **options):
+        asked.append((task, options))
+        return named(task, **options)
+
+    monkeypatch.setattr(TasksManager, "get_model_class_for_task", spied)
     ours = TautQuantizer.load(room / "direct").eval()(ids).logits
+    assert asked == [("text-generation", {"framework": "pt"})], "optimum's table names the class"
     theirs = AutoModelForCausalLM.from_pretrained(room / "direct").eval()(ids).logits
     assert torch.equal(ours, theirs)
     for file in (room / "direct").iterdir():

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tiny_models import edit_json
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoConfig,
@@ -48,6 +49,17 @@ OPT = {**LLAMA, "ffn_dim": 128, "word_embed_proj_dim": 128}
 BLOOM = {**LLAMA, "n_layer": 2, "n_head": 4, "seq_length": 128}
 ONE_GROUP = {"multi_query": True, "parallel_attn": True, "new_decoder_architecture": False}
 ALIBI = {**ONE_GROUP, "alibi": True, "multi_query": False, "parallel_attn": False, "bias": True}
+# Latent attention that vLLM serves as plain attention, heads of 16 + 16.
+MINICPM3 = {
+    **{name: value for name, value in LLAMA.items() if name != "num_key_value_heads"},
+    "kv_lora_rank": 32,
+    "q_lora_rank": 64,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "scale_emb": 6,
+    "dim_model_base": 32,
+}
 GRANITE = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 8.0}
 
 MOE = {
@@ -116,6 +128,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("smollm3", LLAMA),
     "nemotron": ("nemotron", LLAMA),
     "glm4": ("glm4", WIDE_HEADS),
+    "minicpm3": ("minicpm3", MINICPM3),
 }
 
 # Mixtures of experts; beside each, what files call an expert's matrix.
@@ -138,6 +151,9 @@ EXPERTS: dict[str, tuple[str, dict[str, Any], str]] = {
     "llama4": ("llama4_text", LLAMA4, "model.layers.1.feed_forward.experts.3.down_proj"),
     "qwen3_next": ("qwen3_next", DELTA, "model.layers.1.mlp.experts.3.down_proj"),
 }
+
+# Published under another name than transformers' class, and vLLM has a class of that name.
+PUBLISHED_AS = {"phimoe": "PhiMoEForCausalLM"}
 
 CLIP = {
     "model_type": "clip_vision_model",
@@ -187,6 +203,8 @@ def write_family(path: Path, family: str) -> Path:
             else:
                 parameter.copy_(torch.randn_like(parameter) * 0.2)
     model.save_pretrained(path)
+    if family in PUBLISHED_AS:
+        edit_json(path / "config.json", architectures=[PUBLISHED_AS[family]])
     if settings.get("vocab_size") == BYTES:
         _write_bytes_tokenizer(path)
     else:

@@ -1,7 +1,7 @@
 """One tiny checkpoint's answers by vLLM, as JSON in a file.
 
-Usage: ``python tiny_answer.py DIRECTORY ANSWER``. A process of its own: vLLM frees its memory only
-by ending.
+Usage: ``python tiny_answer.py DIRECTORY ANSWER [--trust-remote-code]``. A process of its own:
+vLLM frees its memory only by ending.
 """
 
 import json
@@ -14,11 +14,18 @@ PROMPTS = torch.randint(2, 60, (4, 24), generator=torch.Generator().manual_seed(
 NEW_TOKENS = 8
 
 
-def answer(directory: str) -> dict[str, list[list[float]]]:
+def answer(directory: str, *, trusted: bool) -> dict[str, list[list[float]]]:
     """Greedy tokens, and log-probabilities of each prompt's tokens but the first."""
     from vllm import LLM, SamplingParams
 
-    engine = LLM(directory, enforce_eager=True, max_model_len=64, max_num_seqs=4, dtype="bfloat16")
+    engine = LLM(
+        directory,
+        enforce_eager=True,
+        max_model_len=64,
+        max_num_seqs=4,
+        dtype="bfloat16",
+        trust_remote_code=trusted,
+    )
     parameters = SamplingParams(
         temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, prompt_logprobs=0
     )
@@ -37,4 +44,5 @@ def answer(directory: str) -> dict[str, list[list[float]]]:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[2]).write_text(json.dumps(answer(sys.argv[1])))
+    found = answer(sys.argv[1], trusted="--trust-remote-code" in sys.argv)
+    Path(sys.argv[2]).write_text(json.dumps(found))

@@ -25,6 +25,7 @@ from taut_deploy.serve.one_worker import ask_one_worker
 from taut_deploy.serve.process import ChildSpec
 from taut_deploy.tune import measure_for_worker
 from taut_deploy.worker import LOOPBACK, WorkerSpec, command_for, installed_platform, worker_command
+from taut_deploy.worker.arguments import with_asked_cache
 from taut_deploy.worker.command import kernel_mode
 
 LOG = "worker.log"
@@ -124,6 +125,7 @@ def _manifest(spec: WorkerSpec) -> Manifest | None:
 def _key_and_manifest(spec: WorkerSpec) -> tuple[CacheKey, Manifest | None]:
     manifest = _manifest(spec)
     platform = installed_platform()
+    spec, _ = with_asked_cache(spec, manifest, platform)
     command = command_for(spec, manifest, platform)
     environment = {**os.environ, **command.environment}
     return cache_key_of(spec.checkpoint, platform, command.argv, environment), manifest

@@ -29,6 +29,9 @@ def slim(
     ] = None,
     hidden: Annotated[float | None, typer.Option(help="Share of the channels to keep.")] = None,
     depth: Annotated[float | None, typer.Option(help="Share of the blocks to keep.")] = None,
+    experts: Annotated[
+        float | None, typer.Option(help="Share of every mixture's experts to keep.")
+    ] = None,
     text: TextOption = None,
     sequences: Annotated[
         int, typer.Option(min=1, help="Sequences of 512 tokens to measure importance on.")
@@ -44,7 +47,7 @@ def slim(
     target = checked_output(output)
     home = TautHome.from_environment()
     record = fetch_model(home, model, trust_remote_code=trust_remote_code)
-    asked = {"depth": depth, "heads": heads, "ffn": ffn, "hidden": hidden}
+    asked = {"depth": depth, "heads": heads, "ffn": ffn, "experts": experts, "hidden": hidden}
     shares = {axis: share for axis, share in asked.items() if share is not None}
     job = ShrinkJob(
         record,

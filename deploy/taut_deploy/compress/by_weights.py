@@ -51,7 +51,7 @@ def require_by_weights(recipe: Recipe, treatments: Mapping[str, Treatment]) -> N
                 "to block; only 'quantize' with 'algorithm' rtn or hqq is shared among processes"
             )
     if recipe.kv_cache is not None:
-        raise RecipeError("--workers: 'kv_cache' is calibrated block by block; leave one out")
+        raise RecipeError("--workers: 'kv_cache' is followed from block to block; leave one out")
     for name, one in treatments.items():
         if isinstance(one.format, WeightFormat) and (
             one.format.activations.scale(torch.ones(1)) is not None

@@ -5,6 +5,7 @@ from typing import Any
 
 from taut_deploy.compress.job import compute_dtype, stored_dtype
 from taut_deploy.compress.kept_files import kept_files
+from taut_deploy.compress.shrink.axes import EXPERT_COUNTS
 from taut_deploy.compress.workspace import Workspace
 from taut_deploy.errors import ModelError
 from taut_deploy.files import copy_files, write_json_atomically
@@ -17,6 +18,7 @@ _SHARD_BYTES = 2 << 30
 _SHAPE_KEYS = (
     *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("intermediate_size", "hidden_size"),
+    *EXPERT_COUNTS,
 )
 
 
@@ -37,14 +39,13 @@ def load_dense(
     import taut_deploy.hf  # noqa: F401  registers quant_method taut
 
     build = loading_class(directory, trust_remote_code=trust_remote_code)
+    options = {
+        "dtype": compute_dtype(stored_dtype(directory), device),
+        "local_files_only": True,
+        "trust_remote_code": trust_remote_code,
+    }
     try:
-        model: Any = build.from_pretrained(
-            directory,
-            dtype=compute_dtype(stored_dtype(directory), device),
-            attn_implementation="sdpa",
-            local_files_only=True,
-            trust_remote_code=trust_remote_code,
-        )
+        model = _read(build, directory, options)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         let_pass(error)
         reason = " ".join(str(error).split())[:160]
@@ -52,10 +53,22 @@ def load_dense(
     return model.to(held_on or device).eval().requires_grad_(False)
 
 
+def _read(build: Any, directory: Path, options: dict[str, Any]) -> Any:
+    try:
+        return build.from_pretrained(directory, attn_implementation="sdpa", **options)
+    except ValueError as error:
+        if "scaled_dot_product" not in str(error):
+            raise
+        return build.from_pretrained(directory, attn_implementation="eager", **options)
+
+
 def write_dense(
     model: Any, source: Path, workspace: Workspace, *, trust_remote_code: bool = False
 ) -> None:
     """Write weights in shards, the configuration as it is now, and the files that travel unchanged.
+
+    Tensors get the names that checkpoints of the family have: experts, which transformers stacks,
+    are one by one.
 
     Args:
         model: a causal LM of transformers; a tied head is left out, as it was in the source.
@@ -63,20 +76,33 @@ def write_dense(
         workspace: to write into.
         trust_remote_code: take the model's own Python code along.
     """
-    from huggingface_hub import split_torch_state_dict_into_shards
+    from huggingface_hub import split_state_dict_into_shards_factory
+    from transformers.core_model_loading import revert_weight_conversion
 
     target = workspace.directory
     dtype = stored_dtype(source)
-    state = {name: value.to(dtype) for name, value in model.state_dict().items()}
+    buffers = {name for name, _ in model.named_buffers()}  # counts, or scores that stay exact
+    state = {
+        name: value if name in buffers else value.to(dtype)
+        for name, value in model.state_dict().items()
+    }
     if model.config.get_text_config().tie_word_embeddings:
         head = model.get_output_embeddings()
         tied = {name for name, module in model.named_modules() if module is head}
         state = {
             name: value for name, value in state.items() if name.rpartition(".")[0] not in tied
         }
-    split = split_torch_state_dict_into_shards(state, max_shard_size=_SHARD_BYTES)
+    state = revert_weight_conversion(model, state)
+    split = split_state_dict_into_shards_factory(
+        state,
+        get_storage_size=lambda value: int(value.nbytes),
+        filename_pattern="model{suffix}.safetensors",
+        # Experts are views of one stack, and still tensors of their own.
+        get_storage_id=lambda value: (value.data_ptr(), value.shape),
+        max_shard_size=_SHARD_BYTES,
+    )
     for shard, names in split.filename_to_tensors.items():
-        workspace.save_shard(shard, {name: state[name] for name in names})
+        workspace.save_shard(shard, {name: state[name].clone() for name in names})
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         write_json_atomically(target / "model.safetensors.index.json", index)

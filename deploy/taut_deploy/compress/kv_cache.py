@@ -1,9 +1,10 @@
-"""Scales of an 8-bit KV cache: what attention sees of keys and values, and how that is stored.
+"""An 8-bit KV cache: what attention sees of keys and values, its scales, how they are stored.
 
 A cache holds keys after their rotation and values as they are, each divided by a scale and rounded
-to FP8 (e4m3). vLLM and transformers read the scales, ``k_scale`` and ``v_scale``, beside the
-attention's own weights. Queries have none: transformers does not know it, and where vLLM
-multiplies in FP8 they are rounded as they are, which a float's range is wide enough for.
+to FP8 (e4m3) or INT8. FP8's scales are stored: vLLM and transformers read ``k_scale`` and
+``v_scale`` beside the attention's own weights. INT8's are made for every token and head as the
+cache is written. Queries have none: transformers does not know it, and where vLLM multiplies in FP8
+they are rounded as they are, which a float's range is wide enough for.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -26,6 +27,9 @@ from taut_deploy.recipe import KvCache
 _Seen = Callable[..., tuple[torch.Tensor, ...]]
 _STRATEGIES = {"tensor": "tensor", "head": "attn_head"}
 _LEAST_SCALE = 1e-8
+_INT8_MAX = 127
+# Of vLLM's own, for tokens of nothing but zeros.
+_LEAST_INT8_SCALE = 1e-6
 
 
 @dataclass(frozen=True)
@@ -46,8 +50,11 @@ class AttentionScales:
 
 
 def cache_arguments(settings: KvCache | None) -> QuantizationArgs | None:
-    """``kv_cache_scheme`` of a checkpoint's ``quantization_config``; None where it has none."""
-    if settings is None:
+    """``kv_cache_scheme`` of a checkpoint's ``quantization_config``; None where it has none.
+
+    vLLM refuses one of integers: INT8 is asked for by the worker instead.
+    """
+    if settings is None or settings.dtype == "int8":
         return None
     return QuantizationArgs(
         num_bits=8,
@@ -58,12 +65,13 @@ def cache_arguments(settings: KvCache | None) -> QuantizationArgs | None:
     )
 
 
-def require_suited(model: Any, formats: Iterable[LayerFormat]) -> None:
+def require_suited(model: Any, formats: Iterable[LayerFormat], settings: KvCache) -> None:
     """Refuse models whose cache holds something else, or whose attention cannot be watched.
 
     Args:
         model: of transformers, its weights not needed.
         formats: of the layers.
+        settings: of the recipe.
 
     Raises:
         RecipeError: says what stands against it.
@@ -74,7 +82,8 @@ def require_suited(model: Any, formats: Iterable[LayerFormat]) -> None:
             "kv_cache: this model caches one latent vector for keys and values (kv_lora_rank); "
             "leave 'kv_cache' out"
         )
-    if any(isinstance(one, TautFormat) for one in formats):
+    stored = settings.dtype == "fp8"
+    if stored and any(isinstance(one, TautFormat) for one in formats):
         raise RecipeError(
             "kv_cache: goes with the formats of compressed-tensors alone, not with low-rank or "
             "codebook layers; leave 'kv_cache' out"
@@ -84,7 +93,7 @@ def require_suited(model: Any, formats: Iterable[LayerFormat]) -> None:
             f"kv_cache: the attention of {type(model).__name__} is not transformers' own, so its "
             "keys and values cannot be seen; leave 'kv_cache' out"
         )
-    if not any(map(is_attention_module, model.modules())):
+    if stored and not any(map(is_attention_module, model.modules())):
         raise RecipeError(
             f"kv_cache: compressed-tensors finds no attention in {type(model).__name__} (k_proj, "
             "v_proj or qkv_proj) that scales could belong to; leave 'kv_cache' out"
@@ -119,10 +128,10 @@ class BlockCache:
         Raises:
             ModelError: there was none, or keys or values are not finite.
         """
-        if self._settings is None:
+        if self._settings is None or self._settings.dtype == "int8":
             yield
             return
-        with _attention_through(self._account):
+        with attention_through(self._account):
             yield
         if not self._largest:
             raise ModelError(f"{self._prefix}: kv_cache: no attention was seen in this block")
@@ -138,7 +147,7 @@ class BlockCache:
     @contextmanager
     def emulated(self) -> Iterator[None]:
         """Let the block compute with keys and values as they come back from the cache."""
-        with _attention_through(self._through_cache):
+        with attention_through(self._through_cache):
             yield
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -162,6 +171,10 @@ class BlockCache:
 
     def _through_cache(self, module: nn.Module, *states: torch.Tensor) -> tuple[torch.Tensor, ...]:
         query, key, value = states
+        if self._settings is not None and self._settings.dtype == "int8":
+            if module not in self._names:  # of another block
+                return states
+            return query, cached_int8(key), cached_int8(value)
         found = self.scales.get(self._names.get(module, ""))
         if found is None:
             return states
@@ -179,9 +192,25 @@ def cached(states: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return round_fp8(states.float() / step).mul_(step).to(states.dtype)
 
 
+def cached_int8(states: torch.Tensor) -> torch.Tensor:
+    """Keys or values as they come back from vLLM's ``int8_per_token_head`` cache.
+
+    Args:
+        states: [B, heads, T, D] any float dtype, which the result has too.
+    """
+    exact = states.float()
+    step = (exact.abs().amax(-1, keepdim=True) / _INT8_MAX).clamp(min=_LEAST_INT8_SCALE)
+    return (exact / step).round_().mul_(step).to(states.dtype)
+
+
 @contextmanager
-def _attention_through(seen: _Seen) -> Iterator[None]:
-    """Show ``seen`` what every attention is about to compute with, and take what it gives back."""
+def attention_through(seen: _Seen) -> Iterator[None]:
+    """Show ``seen`` what every attention is about to compute with, and take what it gives back.
+
+    Args:
+        seen: called with the attention module and query, key and value [B, heads, T, D]; returns
+            those to compute with.
+    """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     original = ALL_ATTENTION_FUNCTIONS["sdpa"]

@@ -16,8 +16,11 @@ from taut_deploy.compress.job import CompressionJob, compute_dtype, open_stream,
 from taut_deploy.compress.plan import CompressionPlan, LayerPlan, layer_plan
 from taut_deploy.compress.resolve import resolve
 from taut_deploy.compress.shrink.axes import AXES, keep_blocks, target_of
+from taut_deploy.compress.shrink.cut import require_cuttable
 from taut_deploy.compress.shrink.importance import decoder_of
+from taut_deploy.compress.shrink.shrink import require_dense
 from taut_deploy.compress.skeleton import empty_model
+from taut_deploy.compress.source.decoder import take_experts_apart
 from taut_deploy.compress.source.linears import linear_layers
 from taut_deploy.compress.stages import BLOCK_STAGES
 from taut_deploy.compress.train.job import require_shared
@@ -154,14 +157,18 @@ def _slimmed(job: CompressionJob, slims: list[Slim]) -> Any:
     """The smaller model without weights; which units stay does not change its shapes."""
     directory = Path(job.model.path)
     trusted = job.trust_remote_code
+    require_dense(directory)
     config = load_config(directory, trust_remote_code=trusted)
+    smaller = empty_model(config, stored_dtype(directory), trust_remote_code=trusted)
     for stage in slims:
         for axis in (axis for axis in AXES if axis in stage.shares):
             target = target_of(config, axis, stage.shares[axis])
+            require_cuttable(smaller, target)
             config = target.config
             if axis == "depth":
                 config = keep_blocks(config, target.before, list(range(target.after)))
-    return empty_model(config, stored_dtype(directory), trust_remote_code=trusted)
+            smaller = empty_model(config, stored_dtype(directory), trust_remote_code=trusted)
+    return smaller
 
 
 def _of_smaller(job: CompressionJob, found: CompressionPlan, smaller: Any) -> CompressionPlan:
@@ -171,6 +178,7 @@ def _of_smaller(job: CompressionJob, found: CompressionPlan, smaller: Any) -> Co
         RecipeError: the block stages do not fit the smaller model.
     """
     dtype = stored_dtype(Path(job.model.path))
+    take_experts_apart(smaller)
     prefix, modules = decoder_of(smaller)
     names = tuple(f"{prefix}.{index}" for index in range(len(modules)))
     after = _numbers(smaller) * dtype.itemsize

@@ -109,7 +109,7 @@ def treatments_of(model: StreamedModel, recipe: Recipe, dtype: torch.dtype) -> d
     outer = frozenset(name for name, _ in linear_layers(model.model)) - shapes.keys()
     treatments = resolve(shapes, recipe, dtype, outer)
     if recipe.kv_cache is not None:
-        kv_cache.require_suited(model.model, formats_of(treatments).values())
+        kv_cache.require_suited(model.model, formats_of(treatments).values(), recipe.kv_cache)
     return treatments
 
 

@@ -170,7 +170,7 @@ def _require_fits(layer_format: LayerFormat, name: str, shape: tuple[int, int]) 
 def _require_one_method(formats: Mapping[str, LayerFormat], recipe: Recipe) -> None:
     """Refuse a checkpoint of two methods: ``config.json`` names one, and vLLM loads by it."""
     mine = next((one for one in formats.values() if isinstance(one, TautFormat)), None)
-    if mine is not None and recipe.kv_cache is not None:
+    if mine is not None and recipe.kv_cache is not None and recipe.kv_cache.dtype == "fp8":
         raise RecipeError(
             f"kv_cache: its scales are stored by compressed-tensors, {mine.name} layers by taut's "
             "own method, but a checkpoint has one; leave 'kv_cache' out"

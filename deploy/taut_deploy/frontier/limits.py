@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from taut_deploy.cache_scheme import INT8_CACHE
 from taut_deploy.errors import RecipeError
 from taut_deploy.recipe import Recipe, parse_size
 from taut_deploy.sizing import GIB, Demand, kv_bytes_per_token
@@ -61,6 +62,7 @@ def request_cache_bytes(model: Path, recipe: Recipe) -> int:
         WorkerError: the model's attention keeps no keys and values by head.
     """
     demand = Demand(0.0)
-    kind = "auto" if recipe.kv_cache is None else recipe.kv_cache.dtype
+    cache = recipe.kv_cache
+    kind = "auto" if cache is None else INT8_CACHE if cache.dtype == "int8" else cache.dtype
     tokens = demand.prompt_tokens + demand.completion_tokens
     return tokens * kv_bytes_per_token(model, kind)

@@ -2,7 +2,7 @@
 
 import difflib
 from itertools import pairwise
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, PrivateAttr, ValidationError, model_validator
 
@@ -77,17 +77,40 @@ class Calibration(Strict):
         )
 
 
-class KvCache(Strict):
-    """An 8-bit KV cache with scales from calibration.
+_MARGIN = 2.0
 
-    ``strategy`` gives every attention layer one scale for keys and one for values (``tensor``), or
-    each of its heads its own (``head``; vLLM serves those with FlashAttention 3 alone). ``margin``
-    is the room above what calibration saw: a factor of two costs a float nothing.
+
+class KvCache(Strict):
+    """An 8-bit KV cache.
+
+    FP8 has scales from calibration: ``strategy`` gives every attention layer one scale for keys and
+    one for values (``tensor``), or each of its heads its own (``head``; vLLM serves those with
+    FlashAttention 3 alone), and ``margin`` is the room above what calibration saw: a factor of two
+    costs a float nothing. INT8 has a scale for every token and head (``token-head``), which vLLM
+    makes as it writes; nothing is stored of it but that ``taut worker`` asks for it.
     """
 
-    dtype: Literal["fp8"] = "fp8"
-    strategy: Literal["tensor", "head"] = "tensor"
-    margin: Annotated[float, Field(ge=1.0, le=16.0)] = 2.0
+    dtype: Literal["fp8", "int8"] = "fp8"
+    strategy: Literal["tensor", "head", "token-head"] = "tensor"
+    margin: Annotated[float, Field(ge=1.0, le=16.0)] = _MARGIN
+
+    @model_validator(mode="before")
+    @classmethod
+    def _strategy_of_dtype(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("dtype") == "int8":
+            return {"strategy": "token-head", **data}
+        return data
+
+    @model_validator(mode="after")
+    def _served(self) -> "KvCache":
+        if (self.dtype == "int8") != (self.strategy == "token-head"):
+            raise ValueError(
+                "vLLM keeps INT8 with scales for every token and head ('token-head'), and reads "
+                "stored scales for FP8 alone ('tensor' or 'head'); drop 'strategy'"
+            )
+        if self.dtype == "int8" and self.margin != _MARGIN:
+            raise ValueError("int8 spans what each token holds: drop 'margin'")
+        return self
 
 
 class Recipe(Strict):

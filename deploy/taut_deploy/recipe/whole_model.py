@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from taut_deploy.compress.train.settings import TrainSettings
 from taut_deploy.recipe.stage import Order, StageModel
 
+SLIMMED_AXES = ("ffn", "heads", "hidden", "depth", "experts")
 ShareToKeep = Annotated[float, Field(gt=0.0, lt=1.0)]
 
 
@@ -24,27 +25,31 @@ class Slim(WholeModel):
     """Cut out what matters least on the calibration text; see ``taut slim``.
 
     Each axis says what share of it stays: neurons of the FFN, heads by key-value group, hidden
-    channels, blocks.
+    channels, blocks; experts of every mixture, with their rows of the router.
     """
 
     order: ClassVar[Order] = Order.BEFORE
+    added_later: ClassVar[frozenset[str]] = WholeModel.added_later | {"experts"}
 
     method: Literal["slim"] = "slim"
     ffn: ShareToKeep | None = None
     heads: ShareToKeep | None = None
     hidden: ShareToKeep | None = None
     depth: ShareToKeep | None = None
+    experts: ShareToKeep | None = None
 
     @model_validator(mode="after")
     def _has_an_axis(self) -> "Slim":
         if not self.shares:
-            raise ValueError("give the share to keep of 'ffn', 'heads', 'hidden' or 'depth'")
+            raise ValueError(
+                "give the share to keep of 'ffn', 'heads', 'experts', 'hidden' or 'depth'"
+            )
         return self
 
     @property
     def shares(self) -> dict[str, float]:
         """Of each axis that shrinks."""
-        given = {"ffn": self.ffn, "heads": self.heads, "hidden": self.hidden, "depth": self.depth}
+        given = {axis: getattr(self, axis) for axis in SLIMMED_AXES}
         return {axis: share for axis, share in given.items() if share is not None}
 
 

@@ -1,7 +1,10 @@
 """Which of vLLM's arguments a worker passes on, and which would undo what taut promises of it."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
+from taut_deploy.cache_scheme import INT8_CACHE, asked_cache
+from taut_deploy.checkpoint import Manifest
 from taut_deploy.errors import WorkerError
 from taut_deploy.vllm_flags import ATTENTION_FLAGS, GRAPH_FLAGS, flag_of, is_written_as
 from taut_deploy.worker.spec import Platform, WorkerSpec
@@ -20,7 +23,7 @@ KV_CACHE_DTYPES: dict[Platform, frozenset[str]] = {
             "fp8_e4m3",
             "fp8_e5m2",
             "fp8_per_token_head",
-            "int8_per_token_head",
+            INT8_CACHE,
         }
     ),
 }
@@ -71,6 +74,27 @@ def check_kv_cache_dtype(name: str, platform: Platform) -> None:
             f"--kv-cache-dtype {name}: not implemented on {platform}; "
             f"use one of {', '.join(sorted(allowed))}"
         )
+
+
+def with_asked_cache(
+    spec: WorkerSpec, manifest: Manifest | None, platform: Platform
+) -> tuple[WorkerSpec, str | None]:
+    """The worker with the KV cache its checkpoint's recipe asks for, and a line that says so.
+
+    Args:
+        spec: the worker; a ``--kv-cache-dtype`` of its own stays.
+        manifest: the verified manifest, None for an uncompressed model.
+        platform: installed platform.
+    """
+    asked = None if manifest is None else asked_cache(manifest.recipe)
+    if asked is None or read_extra(spec, {})[0] != "auto":
+        return spec, None
+    if asked not in KV_CACHE_DTYPES[platform]:
+        return spec, (
+            f"the checkpoint's recipe asks for a KV cache in {asked}, which vLLM does not have on "
+            f"{platform}: keys and values stay in 16 bits (a GPU has it)"
+        )
+    return replace(spec, kv_cache_dtype=asked), f"KV cache: {asked}, as the checkpoint asks"
 
 
 def read_extra(spec: WorkerSpec, guarded_flags: Mapping[str, str]) -> tuple[str, Sequence[str]]:

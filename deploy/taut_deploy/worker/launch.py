@@ -9,6 +9,7 @@ from taut_deploy.diagnose.default_kernels import config_of
 from taut_deploy.diagnose.other_rounding import other_roundings
 from taut_deploy.tune import measure_for_worker
 from taut_deploy.verdict_record import check_wanted, require_verdict
+from taut_deploy.worker.arguments import with_asked_cache
 from taut_deploy.worker.checks import (
     check_int8,
     check_kernels,
@@ -37,6 +38,9 @@ def exec_worker(spec: WorkerSpec) -> NoReturn:
     manifest = verify_model(spec.checkpoint, spec.verification, _say)
     if said := require_verdict(spec.checkpoint, manifest, spec.require_verdict, spec.trust):
         _say(said)
+    spec, told = with_asked_cache(spec, manifest, platform)
+    if told is not None:
+        _say(told)
     mode = kernel_mode(spec, manifest, platform)
     check_kernels(mode, os.environ)
     check_int8(spec.checkpoint, platform, mode)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from stood_for import load_whole, logits_of, plain_copy, says_golden, stored
 from tiny_families import FAMILIES, LLAMA, write_family
+from tiny_minicpm import AS_GRANITE, write_minicpm
 from tiny_models import edit_json, job_for, recipe_data, write_calibration_text, write_llama
 from transformers import AutoConfig, AutoModelForCausalLM
 from validate_setup import write_tokenizer
@@ -178,8 +180,6 @@ def test_a_batch_is_calibrated_as_its_rows_alone(model_of):
 
 def test_code_of_the_models_own_runs_only_when_asked_for(text, tmp_path):
     """As MiniCPM is published: a class beside the weights."""
-    import dataclasses
-
     model = write_llama(tmp_path / "m")
     (model / "modeling_own.py").write_text(
         "from transformers import LlamaConfig, LlamaForCausalLM\n"
@@ -198,8 +198,19 @@ def test_code_of_the_models_own_runs_only_when_asked_for(text, tmp_path):
     request = job_for(model, recipe_data(text), tmp_path / "out")
     with pytest.raises(ModelError, match=r"modeling_own\.py.*add --trust-remote-code"):
         driver.plan(request)
-    trusted = dataclasses.replace(request, trust_remote_code=True)
+    trusted = replace(request, trust_remote_code=True)
     assert len(driver.compress(trusted).layers) == 14
+
+
+def test_minicpm_is_compressed_by_the_class_beside_its_weights(text, tmp_path):
+    """Its scales of embeddings, residuals and logits are those of a Granite, which is the judge."""
+    model = write_minicpm(tmp_path / "m")
+    request = replace(job_for(model, recipe_data(text), tmp_path / "out"), trust_remote_code=True)
+    manifest = driver.compress(request)
+    assert len(manifest.layers) == 2 * 7
+    plain = plain_copy(tmp_path / "out", tmp_path / "plain", 4, turned=False)
+    edit_json(plain / "config.json", **AS_GRANITE)
+    says_golden(load_whole(plain), tmp_path / "out", manifest.golden)
 
 
 @pytest.mark.parametrize("action", ["plan", "compress"])

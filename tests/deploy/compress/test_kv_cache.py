@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,11 +20,14 @@ from transformers.models.llama import modeling_llama
 from taut_deploy.compress import driver
 from taut_deploy.compress.calibrate.calibration import make_calibration_set
 from taut_deploy.compress.formats.codebook import CodebookFormat
-from taut_deploy.compress.kv_cache import BlockCache, cached
+from taut_deploy.compress.kv_cache import BlockCache, cached, cached_int8
 from taut_deploy.diagnose.default_kernels import suits_decode_attention
 from taut_deploy.errors import ModelError, RecipeError
 from taut_deploy.recipe import KvCache
+from taut_deploy.sizing import kv_bytes_per_token
 from taut_deploy.validate.checkpoint_source import CheckpointSource
+from taut_deploy.worker import WorkerSpec
+from taut_deploy.worker.arguments import with_asked_cache
 
 MARGIN = 2.0
 
@@ -205,23 +210,26 @@ def test_models_with_another_cache_are_refused_in_the_plan(room, tmp_path):
     with torch.device("meta"):
         model = DeepseekV3ForCausalLM(DeepseekV3Config(num_hidden_layers=1, vocab_size=64))
     with pytest.raises(RecipeError, match="one latent vector"):
-        require_suited(model, [])
+        require_suited(model, [], KvCache())
     without = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=64))
     with pytest.raises(RecipeError, match="finds no attention in GPT2LMHeadModel"):
-        require_suited(without, [])
+        require_suited(without, [], KvCache())
     model = AutoModelForCausalLM.from_pretrained(room / "model")
     codebook = CodebookFormat.__new__(CodebookFormat)
     with pytest.raises(RecipeError, match="not with low-rank or codebook layers"):
-        require_suited(model, [codebook])
+        require_suited(model, [codebook], KvCache())
     model._supports_attention_backend = False
     with pytest.raises(RecipeError, match="cannot be seen; leave 'kv_cache' out"):
-        require_suited(model, [])
+        require_suited(model, [], KvCache())
 
 
 @pytest.mark.parametrize(
     ("cache", "message"),
     [
-        ({"dtype": "int8"}, "kv_cache.dtype.*'fp8'"),
+        ({"dtype": "int4"}, "kv_cache.dtype.*'fp8'"),
+        ({"dtype": "int8", "strategy": "head"}, "reads stored scales for FP8 alone"),
+        ({"strategy": "token-head"}, "reads stored scales for FP8 alone"),
+        ({"dtype": "int8", "margin": 1.5}, "drop 'margin'"),
         ({"margin": 0.5}, "kv_cache.margin"),
         ({"stratgy": "head"}, "did you mean 'strategy'"),
     ],
@@ -229,6 +237,46 @@ def test_models_with_another_cache_are_refused_in_the_plan(room, tmp_path):
 def test_wrong_settings_are_refused(cache, message, room):
     with pytest.raises(RecipeError, match=message):
         make_recipe(recipe_data(room / "text.txt") | {"kv_cache": cache})
+
+
+def test_an_int8_cache_has_a_scale_for_every_token_and_head():
+    """As vLLM's kernel: absmax / 127, rounded to nearest."""
+    states = torch.randn(2, 3, 5, 16, generator=torch.Generator().manual_seed(0))
+    states[0, 1, 2] = 0
+    got = cached_int8(states)
+    for batch, head, token in itertools.product(range(2), range(3), range(5)):
+        row = states[batch, head, token]
+        scale = max(float(row.abs().max()) / 127, 1e-6)
+        expected = torch.tensor([round(float(x) / scale) * scale for x in row])
+        torch.testing.assert_close(got[batch, head, token], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_an_int8_cache_is_followed_and_asked_for_by_the_worker_alone(room, tmp_path):
+    asked = job(room, tmp_path / "out", dtype="int8")
+    manifest = driver.compress(asked)
+    entry = json.loads((asked.output / "config.json").read_text())["quantization_config"]
+    assert entry.get("kv_cache_scheme") is None, "vLLM refuses one of integers"
+    assert not any(name.endswith((".k_scale", ".v_scale")) for name in stored(asked.output))
+    assert make_recipe(manifest.recipe).hash == asked.recipe.hash
+    model = AutoModelForCausalLM.from_pretrained(asked.output).eval()
+    block = model.model.layers[0]
+    cache = BlockCache(asked.recipe.kv_cache, block, "model.layers.0", torch.float32)
+    plain = logits_of(model)
+    with cache.emulated():
+        assert 0 < (logits_of(model) - plain).norm() < 0.02 * plain.norm()
+    spec = WorkerSpec(checkpoint=asked.output)
+    served, said = with_asked_cache(spec, manifest, "cuda")
+    assert (served.kv_cache_dtype, said) == (
+        "int8_per_token_head",
+        "KV cache: int8_per_token_head, as the checkpoint asks",
+    )
+    own = replace(spec, extra=("--kv-cache-dtype=fp8",))
+    assert with_asked_cache(own, manifest, "cuda") == (own, None)
+    kept, said = with_asked_cache(spec, manifest, "cpu")
+    assert kept == spec
+    assert "stay in 16 bits (a GPU has it)" in said
+    # 2 layers of 2 heads of 16, keys and values, a float32 for each.
+    assert kv_bytes_per_token(asked.output) == 2 * 2 * 2 * (16 + 4)
 
 
 def test_recipes_without_a_cache_keep_their_hash(room):

@@ -1,4 +1,4 @@
-"""``optimum-cli taut compress|validate``; optimum finds this file by its place."""
+"""``optimum-cli taut compress|validate|shrink``; optimum finds this file by its place."""
 
 import argparse
 import sys
@@ -29,6 +29,7 @@ class _Taut(BaseOptimumCLICommand):  # type: ignore[misc]  # optimum has no type
     SUBCOMMANDS = (
         CommandInfo("compress", "'taut compress': a model into a checkpoint", _Command),
         CommandInfo("validate", "'taut validate': compare two models", _Command),
+        CommandInfo("shrink", "'taut shrink': the smallest checkpoint a policy passes", _Command),
     )
 
 

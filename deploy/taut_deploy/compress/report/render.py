@@ -2,6 +2,7 @@
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
+from taut_deploy.checkpoint import Manifest
 from taut_deploy.compress.report.content import Report
 
 
@@ -13,6 +14,18 @@ def markdown(report: Report) -> str:
 def html(report: Report) -> str:
     """The report as a page, times included."""
     return _environment().get_template("report.html.j2").render(report=report)
+
+
+def slimmed_markdown(manifest: Manifest) -> str:
+    """What was cut out of each block; of experts, by what measure."""
+    return (
+        _environment()
+        .get_template("slimmed.md.j2")
+        .render(
+            manifest=manifest,
+            least=lambda layer: min(layer["importance"][expert] for expert in layer["kept"]),
+        )
+    )
 
 
 def _environment() -> Environment:

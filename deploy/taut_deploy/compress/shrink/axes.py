@@ -13,10 +13,14 @@ from torch import nn
 
 from taut_deploy.errors import ModelError
 
-Axis = Literal["depth", "heads", "ffn", "hidden"]
+Axis = Literal["depth", "heads", "ffn", "experts", "hidden"]
 # Blocks first: what is dropped whole needs no cutting. Hidden channels last: all others read them.
-AXES: tuple[Axis, ...] = ("depth", "heads", "ffn", "hidden")
+AXES: tuple[Axis, ...] = ("depth", "heads", "ffn", "experts", "hidden")
+# What configurations call the number of routed experts of a block; those present say the same.
+EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _ROUND = 64
+# DeepSeek-V3 ranks a group of experts by the sum of its two best scores.
+_LEAST_OF_A_GROUP = 2
 # Coarser rounding than this share of a width would miss what was asked for.
 _LEAST_PARTS = 16
 
@@ -27,7 +31,7 @@ class Target:
 
     Args:
         axis: which.
-        before: units now: blocks, groups of heads, neurons or channels.
+        before: units now: blocks, groups of heads, neurons, experts or channels.
         after: units to keep.
         config: the configuration that says so.
     """
@@ -71,6 +75,8 @@ def _target(config: Any, axis: Axis, share: float) -> Target:
         return Target(axis, before, max(1, round(before * share)), smaller)
     if axis == "heads":
         return _heads(smaller, share)
+    if axis == "experts":
+        return _experts(smaller, share)
     key = "intermediate_size" if axis == "ffn" else "hidden_size"
     before = _number(config, key)
     after = _rounded(before, share)
@@ -104,6 +110,42 @@ def _heads(config: Any, share: float) -> Target:
     if hasattr(config, "num_key_value_heads"):
         config.num_key_value_heads = after
     return Target("heads", groups, after, _checked(config))
+
+
+def _experts(config: Any, share: float) -> Target:
+    """Experts of every mixture; as many of each group, where tokens choose groups first.
+
+    Raises:
+        ModelError: the configuration counts no experts, or tokens could not choose as many as now.
+    """
+    told = config.to_dict()
+    counts = {key: told[key] for key in EXPERT_COUNTS if type(told.get(key)) is int}
+    kind = f"model_type {config.model_type!r}"
+    if not counts:
+        raise ModelError(f"--experts: {kind} counts no experts; use --ffn, --heads or --depth")
+    before, groups = next(iter(counts.values())), routing_groups(config)
+    after = max(1, round(before * share / groups)) * groups
+    chosen = _number(config, "num_experts_per_tok")
+    open_groups = int(getattr(config, "topk_group", None) or 1) if groups > 1 else 1
+    if before % groups or after // groups * open_groups < chosen:
+        grouped = f" of {open_groups} out of n_group {groups} groups" if groups > 1 else ""
+        raise ModelError(
+            f"--experts {share}: leaves {after} of {before} experts, and every token chooses "
+            f"num_experts_per_tok {chosen}{grouped}; keep more"
+        )
+    if groups > 1 and after // groups < _LEAST_OF_A_GROUP:
+        raise ModelError(
+            f"--experts {share}: leaves {after // groups} expert in each of n_group {groups} "
+            f"groups, which are ranked by their best {_LEAST_OF_A_GROUP}; keep more"
+        )
+    for key in counts:
+        setattr(config, key, after)
+    return Target("experts", before, after, _checked(config))
+
+
+def routing_groups(config: Any) -> int:
+    """Groups of experts that tokens choose first (DeepSeek's); 1 where there are none."""
+    return int(getattr(config, "n_group", None) or 1)
 
 
 def _pin_head_dim(config: Any) -> None:

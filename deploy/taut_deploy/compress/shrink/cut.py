@@ -6,13 +6,13 @@ are the exception: a norm over fewer channels is another function, corrected on 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from taut_deploy.compress.shrink.axes import Target, indices, keep_blocks, shapes, target_of
+from taut_deploy.compress.shrink.axes import Target, keep_blocks, target_of
+from taut_deploy.compress.shrink.experts import cut_experts, mixtures
 from taut_deploy.compress.shrink.importance import (
     best,
     block_influence,
@@ -23,27 +23,11 @@ from taut_deploy.compress.shrink.importance import (
     norms_of,
     with_hooks,
 )
+from taut_deploy.compress.shrink.smaller import Cut, fill, probe, probed, require_close
 from taut_deploy.compress.skeleton import empty_model
 from taut_deploy.errors import ModelError
 
-_PROBE_TOKENS = 24
-_TOLERANCE = 2e-2
-_Work = Callable[[Any, Target, torch.Tensor, int], "Cut"]
-
-
-@dataclass(frozen=True)
-class Cut:
-    """A smaller model and what was kept.
-
-    Args:
-        model: the smaller model.
-        target: the axis and its sizes.
-        kept: units that stay, by block; under ``""`` those of the whole model.
-    """
-
-    model: Any
-    target: Target
-    kept: dict[str, list[int]]
+_Work = Callable[[Any, Target, torch.Tensor, int], Cut]
 
 
 def cut(model: Any, axis: Any, share: float, tokens: torch.Tensor, batch: int) -> Cut:
@@ -59,11 +43,30 @@ def cut(model: Any, axis: Any, share: float, tokens: torch.Tensor, batch: int) -
     Raises:
         ModelError: the configuration cannot say it, or the architecture cannot be cut along it.
     """
-    if any(parameter.dim() > 2 for parameter in model.parameters()):
-        raise ModelError("experts in one tensor cannot be shrunk; use a dense model")
     target = target_of(model.config, axis, share)
-    work: dict[str, _Work] = {"depth": _depth, "hidden": _hidden}
+    require_cuttable(model, target)
+    work: dict[str, _Work] = {"depth": _depth, "hidden": _hidden, "experts": cut_experts}
     return work.get(axis, _inputs)(model, target, tokens, batch)
+
+
+def require_cuttable(model: Any, target: Target) -> None:
+    """Refuse by the shapes alone what cannot be cut along an axis.
+
+    Args:
+        model: as it is; without weights will do.
+        target: what is asked for.
+
+    Raises:
+        ModelError: a mixture of experts along another axis than ``experts``, or one whose routing
+            is not known.
+    """
+    if target.axis == "experts":
+        mixtures(model, empty_model(target.config, model.dtype), target)
+    elif any(parameter.dim() > 2 for parameter in model.parameters()):
+        raise ModelError(
+            f"--{target.axis}: experts in one tensor cannot be shrunk; use a dense model, or drop "
+            "whole experts by --experts"
+        )
 
 
 def _inputs(model: Any, target: Target, tokens: torch.Tensor, batch: int) -> Cut:
@@ -89,7 +92,7 @@ def _inputs(model: Any, target: Target, tokens: torch.Tensor, batch: int) -> Cut
             for before, after, width in pieces
         }
 
-    _fill(model, smaller, chosen)
+    fill(model, smaller, chosen)
     silenced = {layers[owners[block]]: _spread(units, unit) for block, units in kept.items()}
     _require_same(model, smaller, target.axis, silenced)
     return Cut(smaller, target, kept)
@@ -134,7 +137,7 @@ def _depth(model: Any, target: Target, tokens: torch.Tensor, batch: int) -> Cut:
     kept = best(influence, target.after)
     smaller = empty_model(keep_blocks(model.config, target.before, kept), model.dtype)
     places = {f"{name}.{new}.": f"{name}.{old}." for new, old in enumerate(kept)}
-    _fill(model, smaller, lambda _: {}, places)
+    fill(model, smaller, lambda _: {}, places)
     return Cut(smaller, target, {"": kept})
 
 
@@ -145,7 +148,7 @@ def _hidden(model: Any, target: Target, tokens: torch.Tensor, batch: int) -> Cut
     norms = norms_of(model, smaller)
     importance, squares = channel_statistics(model, norms, tokens, batch)
     kept = best(importance, target.after)
-    _fill(model, smaller, lambda _: {(target.before, target.after): kept})
+    fill(model, smaller, lambda _: {(target.before, target.after): kept})
     with torch.no_grad():
         for name, square in squares.items():
             # A norm divides by the size of what is left of its input; keep what it divided by.
@@ -181,7 +184,7 @@ def _require_plain_embedding(model: Any) -> None:
     def hook(module: nn.Module, arguments: Any, named: Any) -> None:
         seen.append(arguments[0] if arguments else named["hidden_states"])
 
-    tokens = _probe(model)
+    tokens = probe(model)
     with_hooks(
         [blocks[0].register_forward_pre_hook(hook, with_kwargs=True)],
         lambda: model.base_model(input_ids=tokens, use_cache=False),
@@ -194,55 +197,6 @@ def _require_plain_embedding(model: Any) -> None:
         )
 
 
-def _fill(
-    model: Any,
-    smaller: Any,
-    chosen: Callable[[str], dict[tuple[int, int], list[int]]],
-    places: dict[str, str] | None = None,
-) -> None:
-    """Give the skeleton its weights.
-
-    Args:
-        model: the larger one.
-        smaller: on the meta device; filled.
-        chosen: pieces of :func:`.axes.indices` for a parameter of the larger model.
-        places: prefixes of names in the smaller model, and in the larger one.
-
-    Raises:
-        ModelError: a tensor is not there, or shrinks in no known way.
-    """
-    old = dict(model.named_parameters(remove_duplicate=False))
-    wanted = shapes(smaller)
-    for name, shape in wanted.items():
-        source = next(
-            (
-                before + name.removeprefix(now)
-                for now, before in (places or {}).items()
-                if name.startswith(now)
-            ),
-            name,
-        )
-        if source not in old:
-            raise ModelError(f"{source}: the model has no such tensor")
-        value = old[source].detach()
-        for dim, entries in enumerate(indices(tuple(value.shape), shape, name, chosen(source))):
-            if entries is not None:
-                value = value.index_select(dim, torch.tensor(entries, device=value.device))
-        owner, _, leaf = name.rpartition(".")
-        smaller.get_submodule(owner)._parameters[leaf] = nn.Parameter(
-            value.clone(), requires_grad=False
-        )
-    smaller.to(model.device)
-    smaller.tie_weights()
-    smaller.eval()
-
-
-def _probe(model: Any) -> torch.Tensor:
-    rows = int(model.get_input_embeddings().weight.shape[0])
-    return (torch.arange(_PROBE_TOKENS, device=model.device)[None] * 37) % rows
-
-
-@torch.inference_mode()
 def _require_same(
     model: Any, smaller: Any, axis: str, silenced: dict[nn.Linear, list[int]]
 ) -> None:
@@ -251,8 +205,6 @@ def _require_same(
     Raises:
         ModelError: they differ.
     """
-    tokens = _probe(model)
-    got = smaller(input_ids=tokens, use_cache=False).logits.float()
     expected: list[torch.Tensor] = []
 
     def silence(kept: list[int]) -> Callable[..., tuple[torch.Tensor]]:
@@ -265,11 +217,6 @@ def _require_same(
 
     with_hooks(
         [layer.register_forward_pre_hook(silence(kept)) for layer, kept in silenced.items()],
-        lambda: expected.append(model(input_ids=tokens, use_cache=False).logits.float()),
+        lambda: expected.append(probed(model)),
     )
-    error = float((got - expected[0]).norm() / expected[0].norm().clamp(min=1e-12))
-    if not error <= _TOLERANCE:
-        raise ModelError(
-            f"--{axis}: the smaller model computes something else than the larger one without its "
-            f"dropped units (by {error:.1%}); this architecture cannot be shrunk along it"
-        )
+    require_close(probed(smaller), expected[0], axis)

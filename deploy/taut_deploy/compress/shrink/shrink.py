@@ -11,12 +11,15 @@ from taut_deploy.checkpoint import Manifest, seal
 from taut_deploy.compress.dense import load_dense, write_dense
 from taut_deploy.compress.golden import golden_of
 from taut_deploy.compress.job import library_versions, stored_dtype
-from taut_deploy.compress.shrink.axes import AXES, target_of
-from taut_deploy.compress.shrink.cut import Cut, cut
+from taut_deploy.compress.report.render import slimmed_markdown
+from taut_deploy.compress.shrink.axes import AXES, Axis, target_of
+from taut_deploy.compress.shrink.cut import cut, require_cuttable
+from taut_deploy.compress.shrink.smaller import Cut
+from taut_deploy.compress.skeleton import empty_model
 from taut_deploy.compress.train.text import TrainingText, read_text
 from taut_deploy.compress.workspace import Workspace, finished_result, sole_writer
 from taut_deploy.errors import ModelError
-from taut_deploy.files import sha256_json
+from taut_deploy.files import COMPRESSION_REPORT, sha256_json, write_text_atomically
 from taut_deploy.models.directory import read_config
 from taut_deploy.models.pretrained import load_config
 from taut_deploy.models.store import ModelRecord
@@ -70,9 +73,7 @@ def shrink(job: ShrinkJob, progress: Progress = lambda done, total, what: None) 
 def _execute(job: ShrinkJob, progress: Progress) -> Manifest:
     directory = Path(job.model.path)
     axes = [axis for axis in AXES if axis in job.shares]
-    config = load_config(directory, trust_remote_code=job.trust_remote_code)
-    for axis in axes:  # before any text or weight is read
-        target_of(config, axis, job.shares[axis])
+    _refuse_early(job, directory, axes)
     text = read_text(
         list(job.text),
         directory,
@@ -86,7 +87,6 @@ def _execute(job: ShrinkJob, progress: Progress) -> Manifest:
     digest = "sha256:" + sha256_json(recipe["stages"])
     if (finished := finished_result(job.output, digest)) is not None:
         return finished
-    _require_dense(directory)
     model = load_dense(directory, job.device, trust_remote_code=job.trust_remote_code)
     workspace = Workspace(job.output, {"stages": recipe["stages"]}, resume=False)
     judged = text.held_out if len(text.held_out) else tokens[:_JUDGED]
@@ -123,12 +123,33 @@ def _execute(job: ShrinkJob, progress: Progress) -> Manifest:
         max_model_len=int(getattr(model.config, "max_position_embeddings", 0)) or 2048,
         libraries=library_versions(),
     )
+    write_text_atomically(workspace.directory / COMPRESSION_REPORT, slimmed_markdown(manifest))
     sealed = seal(workspace.directory, manifest)
     workspace.publish()
     return sealed
 
 
-def _require_dense(directory: Path) -> None:
+def _refuse_early(job: ShrinkJob, directory: Path, axes: list[Axis]) -> None:
+    """Refuse what cannot be cut, before any text or weight is read.
+
+    Raises:
+        ModelError: the model is quantised, or naming the axis.
+    """
+    require_dense(directory)
+    trusted = job.trust_remote_code
+    config = load_config(directory, trust_remote_code=trusted)
+    targets = [target_of(config, axis, job.shares[axis]) for axis in axes]
+    empty = empty_model(config, stored_dtype(directory), trust_remote_code=trusted)
+    for target in targets:
+        require_cuttable(empty, target)
+
+
+def require_dense(directory: Path) -> None:
+    """Refuse a model whose weights are not plain numbers.
+
+    Raises:
+        ModelError: it is quantised.
+    """
     if read_config(directory).get("quantization_config") is not None:
         raise ModelError(
             f"{directory}: is quantised; give the model it was made from, and compress the result"
@@ -137,7 +158,7 @@ def _require_dense(directory: Path) -> None:
 
 def _require_shares(shares: dict[str, float]) -> None:
     if not shares:
-        raise ModelError("nothing to shrink: give --ffn, --heads, --hidden or --depth")
+        raise ModelError("nothing to shrink: give --ffn, --heads, --experts, --hidden or --depth")
     for axis, share in shares.items():
         if not 0.0 < share < 1.0:
             raise ModelError(f"--{axis} {share}: give the share to keep, above 0 and below 1")
@@ -164,6 +185,7 @@ def _reports(made: Cut) -> list[dict[str, Any]]:
             "before": target.before,
             "after": target.after,
             "kept": kept,
+            **made.measured.get(block, {}),
         }
         for block, kept in made.kept.items()
     ]

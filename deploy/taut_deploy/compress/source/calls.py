@@ -60,7 +60,11 @@ class Recorder(nn.Module):
         signature = inspect.signature(self._of[0].forward)
         named = dict(signature.bind(*args, **kwargs).arguments)
         self.hidden = named.pop(next(iter(signature.parameters)))
-        self.arguments = {**named.pop("kwargs", {}), **named}
+        self.arguments = {}
+        for parameter in signature.parameters.values():  # **kwargs, whatever its name
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                self.arguments |= named.pop(parameter.name, {})
+        self.arguments |= named
         hidden = self.leaves(self.hidden)
         return (hidden, None) if self._as_tuple else hidden
 

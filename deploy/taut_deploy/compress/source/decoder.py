@@ -85,6 +85,20 @@ def make_skeleton(model: Any, stored: Mapping[str, Any]) -> Skeleton:
     return Skeleton(model, decoder, blocks, places, unknown)
 
 
+def take_experts_apart(model: Any) -> None:
+    """Make a linear layer of every expert's matrix, where checkpoints of the family store them so.
+
+    Args:
+        model: on the meta device.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    names = names_in_checkpoint(get_model_conversion_mapping(model))
+    if names is not None:
+        for name, stacked in stacked_experts(model).items():
+            model.set_submodule(name, LinearExperts(stacked, names))
+
+
 def _require_linears(model: Any, layers: nn.ModuleList) -> None:
     if not any(True for block in layers for _ in linear_layers(block)):
         raise no_causal_lm(model.config, "its blocks hold no linear layers")
