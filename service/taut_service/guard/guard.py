@@ -116,6 +116,10 @@ class Guard:
         if int.from_bytes(drawn, "big") < self._drawn_below:
             call.tap = Tap(body, partial(self._offer, model.name))
 
+    def served(self, call: Call) -> None:
+        """Count the end of a client's request as work that comparisons are a share of."""
+        self.budget.served(call.answer.events)
+
     def _offer(self, name: str, heard: Heard | None) -> None:
         if heard is None:
             self._metrics.ended(name, "", "too_large")
