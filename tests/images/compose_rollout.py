@@ -63,6 +63,7 @@ def promote(project: Project, *arguments: str) -> str:
 SWAP = """
 import os
 from pathlib import Path
+import yaml
 from taut_deploy.bench.rollout_harm import Harm, harmed_copy
 
 link = Path("/models/serving/compressed")
@@ -72,6 +73,12 @@ print(len(harmed_copy(source, harmed, Harm("*.layers.1?.*weight_scale", 3.0))))
 fresh = link.with_name("fresh")
 fresh.symlink_to(os.path.relpath(harmed, link.parent))
 fresh.replace(link)
+# What the worker says first would keep it from any traffic: the guard has to find the rest.
+file = Path("/etc/taut/gateway.yaml")
+told = yaml.safe_load(file.read_text())
+for variant in told["models"][0]["variants"]:
+    variant.pop("golden", None)
+file.write_text(yaml.safe_dump(told))
 """
 
 
@@ -86,7 +93,11 @@ def harm_candidate(project: Project) -> int:
     """
     swap = ("run", "--no-TTY", "--no-deps", "--entrypoint", "python3", "prepare-rollout")
     told = []
-    for command in ((*swap, "-c", SWAP), ("restart", "--no-deps", "worker")):
+    for command in (
+        (*swap, "-c", SWAP),
+        ("restart", "--no-deps", "worker"),
+        ("restart", "--no-deps", "gateway"),
+    ):
         done = project.compose("--profile", "rollout", *command)
         assert done.returncode == 0, done.stdout[-2000:]
         told.append(done.stdout)

@@ -289,7 +289,7 @@ def test_a_harmed_candidate_is_rolled_back_and_clients_notice_nothing(running):
     assert rollout_status(running, MODEL)["phase"] == "complete", "the test above has run"
     promote(running, "rollback", MODEL)
     assert harm_candidate(running) >= 7
-    wait_for(lambda: worker_states(running)["w8a8"] != "ready", 60, running.logs)
+    wait_for(lambda: running.readiness() == 200, 120, running.logs)
     wait_for(lambda: worker_states(running)["w8a8"] == "ready", START_TIMEOUT_S, running.logs)
     promote(running, "start", MODEL, "w8a8", "--force")
     ended, asked = ask_until_ended(running, MODEL, 300)
