@@ -66,7 +66,7 @@ class Process:
 def test_the_share_is_kept_whatever_comparisons_cost_unseen(
     load: str, unseen: float, seed: int
 ) -> None:
-    """With a guess of 0.6 in place of what is learnt, 1.5 took 0.156 and 2.5 took 0.22."""
+    """With a guess of 0.6 in place of what is learnt, 1.5 would take 0.156, 2.5 0.22."""
     process = Process(unseen, seed)
     first = process.run(60.0, *LOADS[load])
     # Cautious at first: it takes more than 1.7 to go beyond, and then not far.
