@@ -296,7 +296,8 @@ def test_a_harmed_candidate_is_rolled_back_and_clients_notice_nothing(running):
     assert (ended["phase"], ended["percent"]) == ("rolled_back", 0), ended
     assert ended["weights"] == {"baseline": 1, "w8a8": 0}
     assert ended["evidence"][0]["verdict"] == "FAIL", ended
-    assert "above its bound" in promote(running, "history"), ended["why"]
+    told = promote(running, "history")
+    assert "harm: " in told and "is allowed" in told, told
     assert asked <= 60
     assert running.post(ASK)[1]["choices"][0]["text"].startswith(" Paris")
 
