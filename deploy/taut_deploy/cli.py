@@ -25,6 +25,7 @@ from taut_deploy.commands import (
     serve,
     shrink,
     slim,
+    task,
     tune,
     validate,
     worker,
@@ -39,7 +40,7 @@ app = typer.Typer(
     help="Compress Hugging Face causal LMs, prove what it cost, and serve them.",
     pretty_exceptions_enable=False,
 )
-for group in (model, bench, cache, promote):
+for group in (model, task, bench, cache, promote):
     app.add_typer(group.app, name=group.__name__.rpartition(".")[2])
 for command in (
     *(compress.compress, distil.distil, slim.slim, shrink.shrink, plan.plan),

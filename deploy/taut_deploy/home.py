@@ -39,6 +39,11 @@ class TautHome:
         return self.root / "models"
 
     @property
+    def tasks(self) -> Path:
+        """Fetched tasks, a file of items each."""
+        return self.root / "tasks"
+
+    @property
     def checkpoints(self) -> Path:
         """Checkpoints that ``taut serve`` compressed by itself."""
         return self.root / "checkpoints"

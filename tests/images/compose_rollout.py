@@ -60,6 +60,58 @@ def promote(project: Project, *arguments: str) -> str:
     return done.stdout
 
 
+SWAP = """
+import os
+from pathlib import Path
+import yaml
+from taut_deploy.bench.rollout_harm import Harm, harmed_copy
+
+link = Path("/models/serving/compressed")
+source = link.resolve()
+harmed = source.with_name(source.name + "-harmed")
+print(len(harmed_copy(source, harmed, Harm("*.layers.1?.*weight_scale", 3.0))))
+fresh = link.with_name("fresh")
+fresh.symlink_to(os.path.relpath(harmed, link.parent))
+fresh.replace(link)
+# What the worker says first would keep it from any traffic: the guard has to find the rest.
+file = Path("/etc/taut/gateway.yaml")
+told = yaml.safe_load(file.read_text())
+for variant in told["models"][0]["variants"]:
+    variant.pop("golden", None)
+file.write_text(yaml.safe_dump(told))
+"""
+
+
+def harm_candidate(project: Project) -> int:
+    """Have the candidate's worker load a copy of its checkpoint with wrong scales.
+
+    Returns:
+        How many tensors are wrong; the worker is starting then.
+
+    Raises:
+        AssertionError: a command did not return 0.
+    """
+    swap = ("run", "--no-TTY", "--no-deps", "--entrypoint", "python3", "prepare-rollout")
+    told = []
+    for command in (
+        (*swap, "-c", SWAP),
+        ("restart", "--no-deps", "worker"),
+        ("restart", "--no-deps", "gateway"),
+    ):
+        done = project.compose("--profile", "rollout", *command)
+        assert done.returncode == 0, done.stdout[-2000:]
+        told.append(done.stdout)
+    return int(told[0].split()[-1])
+
+
+def worker_states(project: Project) -> dict[str, str]:
+    """What the gateway says of each variant's only worker."""
+    url = "http://127.0.0.1:8001/admin/state"
+    ask = f"import urllib.request as r; print(r.urlopen({url!r}, timeout=10).read().decode())"
+    (model,) = json.loads(project.python("gateway", ask))["models"].values()
+    return {name: of["workers"][0]["state"] for name, of in model["variants"].items()}
+
+
 def status(project: Project, model: str) -> dict[str, Any]:
     """Where a model's rollout stands: the admin API on the loopback of the gateway's container."""
     url = "http://127.0.0.1:8001/admin/rollout"

@@ -19,7 +19,14 @@ import pytest
 from built_images import image, model_packages, quick_recipe
 from compose_files import needs_compose
 from compose_project import Project, project
-from compose_rollout import SECTIONS, ask_until_ended, promote, sections_file
+from compose_rollout import (
+    SECTIONS,
+    ask_until_ended,
+    harm_candidate,
+    promote,
+    sections_file,
+    worker_states,
+)
 from compose_rollout import status as rollout_status
 from container_engine import EngineError, engine, wait_for
 
@@ -275,6 +282,24 @@ def test_rollout_profile_moves_all_traffic_to_the_candidate(running, tmp_path):
         "100 %",
     ]
     assert {name: running.state(name)["Pid"] for name in before} == before
+
+
+def test_a_harmed_candidate_is_rolled_back_and_clients_notice_nothing(running):
+    """The same containers; the candidate's worker alone starts anew, from wrong scales."""
+    assert rollout_status(running, MODEL)["phase"] == "complete", "the test above has run"
+    promote(running, "rollback", MODEL)
+    assert harm_candidate(running) >= 7
+    wait_for(lambda: running.readiness() == 200, 120, running.logs)
+    wait_for(lambda: worker_states(running)["w8a8"] == "ready", START_TIMEOUT_S, running.logs)
+    promote(running, "start", MODEL, "w8a8", "--force")
+    ended, asked = ask_until_ended(running, MODEL, 300)
+    assert (ended["phase"], ended["percent"]) == ("rolled_back", 0), ended
+    assert ended["weights"] == {"baseline": 1, "w8a8": 0}
+    assert ended["evidence"][0]["verdict"] == "FAIL", ended
+    told = promote(running, "history")
+    assert "harm: " in told and "is allowed" in told, told
+    assert asked <= 60
+    assert running.post(ASK)[1]["choices"][0]["text"].startswith(" Paris")
 
 
 def tokens_that_take(running: Project, seconds: float) -> int:

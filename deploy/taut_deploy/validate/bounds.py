@@ -4,6 +4,7 @@
 
     tasks:
       arc: {file: arc.jsonl, recovery: {min: 0.98}, flips: {max: 0.07}}
+      hellaswag: {packaged: true, flips: {max: 0.1}}      # one of ``taut task list``
       any: {recovery: {min: 0.98}}      # tasks of --task and --lm-eval that have no entry
     slices:
       structured: {valid_difference: {min: -0.05}}
@@ -30,6 +31,7 @@ class TaskBounds(Bounds):
 
     Args:
         file: JSON lines, relative to the policy's file; None for a task of the command line.
+        packaged: the section's name is one of ``taut task list``, fetched when it is first used.
         score: what a choice is chosen by: the sum of its log-probabilities, or that per byte.
         recovery: accuracy of the candidate over the baseline's.
         difference: candidate's accuracy less the baseline's.
@@ -39,6 +41,7 @@ class TaskBounds(Bounds):
     """
 
     file: str | None = None
+    packaged: Annotated[bool, Field(strict=True)] = False
     score: Literal["sum", "per_byte"] = "sum"
     recovery: RatioLimit = None
     difference: DifferenceLimit = None

@@ -1,9 +1,11 @@
 """What the guard may spend: a share of the CPU time that the gateway spends on its clients.
 
-A *token bucket* in seconds of CPU time. It fills as the rest of the process works, at
-``guard.max_cpu_share`` of that, and by :data:`FLOOR` of a core besides, for a gateway with little
-to do. A drawn answer that comes while it is empty is left out, so the sample thins itself, and
-whether one is left out does not depend on what it says.
+Two *token buckets* in seconds of CPU time. One fills as the rest of the process works, at
+``guard.max_cpu_share`` of that, the other with time, at :data:`FLOOR` of a core, for a gateway with
+little to do. What is spent leaves both, and either may allow it: so the larger of both is kept, not
+their sum. A drawn answer that comes while both are empty is left out, so the sample thins itself,
+and whether one is left out does not depend on what it says. What the steps of a comparison take is
+timed; what it costs besides is learnt (:mod:`.cost`).
 """
 
 from __future__ import annotations
@@ -12,15 +14,16 @@ import time
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any, TypeVar
 
+from taut_service.guard.cost import CostModel
+
 _Result = TypeVar("_Result")
 FLOOR = 0.001
 """Of a core: an idle gateway may still compare an answer in two seconds."""
 BURST_S = 0.01
 """CPU seconds that can be saved up: a few comparisons."""
-UNSEEN = 0.6
-"""What the steps of a comparison do not see of its time, as a share of what they do: the loop
-reads workers' answers from their sockets in callbacks of its own. It grows with how busy the
-machine is, as clients find their caches cold: measured 0.2 to 0.6 (docs/findings/guard-cost.md)."""
+WINDOW_S = 0.25
+"""Of work from which the cost of comparisons is learnt. Short: a machine that becomes slower or
+faster does so within all windows alike."""
 _LATELY = 0.02
 """Weight of the newest answer in means: about the last hundred count."""
 
@@ -43,14 +46,47 @@ class CpuBudget:
         self._share = share
         self._process_s = process_s
         self._now = now
-        self._credit = BURST_S
+        self._earned = self._granted = BURST_S
         self._seen = now(), process_s(), 0.0
+        self._model = CostModel()
+        self._window = now(), process_s(), 0.0
+        self._requests = self._events = 0
+        self._steps_s = 0.0
         self.spent_s = 0.0
         """CPU time of all comparisons."""
         self.cost_s = 0.0
         """Of one comparison, lately."""
         self.kept = 1.0
         """Share of the drawn answers that could be afforded lately."""
+
+    @property
+    def factor(self) -> float:
+        """What is charged for each second that the steps of comparisons take."""
+        return self._model.factor
+
+    def served(self, events: int) -> None:
+        """Tell that a client's request has ended.
+
+        Args:
+            events: of its stream.
+        """
+        self._requests += 1
+        self._events += events
+        now = self._now()
+        at, process_s, steps_s = self._window
+        if now - at < WINDOW_S:
+            return
+        self._window = now, self._process_s(), self._steps_s
+        work = self._requests, self._events, self._steps_s - steps_s
+        self._requests = self._events = 0
+        self._model.learn(work, self._window[1] - process_s)
+
+    def stepped(self, seconds: float) -> float:
+        """Count CPU time seen in a step of a comparison; return what is charged for it."""
+        self._steps_s += seconds
+        charged = seconds * self._model.factor
+        self.spent_s += charged
+        return charged
 
     def allows(self, waiting: int = 0) -> bool:
         """Whether one more answer can be afforded; ask once for each that is drawn.
@@ -63,11 +99,12 @@ class CpuBudget:
         at, process_s, spent_s = self._seen
         self._seen = self._now(), self._process_s(), self.spent_s
         spent = self.spent_s - spent_s
-        # Sums of differences, not the larger of them: work comes in bursts, and would count twice.
-        others = self._seen[1] - process_s - spent
-        earned = self._share * others + FLOOR * (self._seen[0] - at)
-        self._credit = min(BURST_S, self._credit + earned - spent)
-        allowed = self._credit > waiting * self.cost_s
+        earned = self._share * (self._seen[1] - process_s - spent)
+        self._earned = min(BURST_S, self._earned + earned - spent)
+        granted = self._granted + FLOOR * (self._seen[0] - at) - spent
+        # Where much is earned this one would be in debt for hours.
+        self._granted = max(-BURST_S, min(BURST_S, granted))
+        allowed = max(self._earned, self._granted) > waiting * self.cost_s
         self.kept += _LATELY * (allowed - self.kept)
         return allowed
 
@@ -103,9 +140,7 @@ class _Charged:
             except StopIteration as end:
                 return end.value
             finally:
-                spent = (time.thread_time() - began) * (1 + UNSEEN)
-                self.spent_s += spent
-                self._budget.spent_s += spent
+                self.spent_s += self._budget.stepped(time.thread_time() - began)
             try:
                 given = yield waits_for
                 step = self._work.send

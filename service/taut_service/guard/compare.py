@@ -26,6 +26,8 @@ from taut_service.guard.tap import Heard
 
 _Result = TypeVar("_Result")
 COMPARED = "compared"
+OF_VARIANT = "disagreement_of_variant"
+"""Measure: share of places where variant and baseline choose differently, noise included."""
 _NOT_REPEATED = ("stream", "stream_options", "model", "request_id")
 
 
@@ -186,7 +188,7 @@ async def _read(
         KL: reading.kl - floor.kl,
         DISAGREEMENT: reading.disagreement - floor.disagreement,
         "slow": float(slow),
-        "disagreement_of_variant": reading.disagreement,
+        OF_VARIANT: reading.disagreement,
         "disagreement_of_baseline": floor.disagreement,
     }
     found_surprise = surprise(first, after)

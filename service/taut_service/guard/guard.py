@@ -20,7 +20,8 @@ from taut_service.admit.admission import Admission
 from taut_service.config.settings import GuardSettings, VariantSettings
 from taut_service.guard.budget import CpuBudget
 from taut_service.guard.change import BLOCK
-from taut_service.guard.compare import COMPARED, Comparison, compare
+from taut_service.guard.compare import COMPARED, OF_VARIANT, Comparison, compare
+from taut_service.guard.course import Course
 from taut_service.guard.evidence import Evidence, bounds_of
 from taut_service.guard.examples import ExampleFiles
 from taut_service.guard.reader import Reader
@@ -75,6 +76,7 @@ class Guard:
         self._turn = 0
         self._examples = None if settings.examples is None else ExampleFiles(settings.examples)
         self._evidence: dict[Pair, tuple[str, Evidence]] = {}
+        self._courses: dict[Pair, Course] = {}
         self.focus: dict[str, str] = {}
         """Model → the variant that its baseline's own answers are compared with; else in turn."""
         self.on_counted: Counted = lambda model, variant, counts: None
@@ -115,6 +117,10 @@ class Guard:
         drawn = hashlib.blake2b(call.request_id, digest_size=8, key=self._salt).digest()
         if int.from_bytes(drawn, "big") < self._drawn_below:
             call.tap = Tap(body, partial(self._offer, model.name))
+
+    def served(self, call: Call) -> None:
+        """Count the end of a client's request as work that comparisons are a share of."""
+        self.budget.served(call.answer.events)
 
     def _offer(self, name: str, heard: Heard | None) -> None:
         if heard is None:
@@ -179,6 +185,7 @@ class Guard:
         counted = evidence.observe(found.kind, found.values, found.tokens)
         if evidence.answers % BLOCK == 0:
             evidence.forget_old()
+        self.course(*pair).note(evidence.tally(OF_VARIANT))
         self._metrics.observed(*pair, found)
         self.on_counted(*pair, counted)
 
@@ -189,6 +196,7 @@ class Guard:
                 logger.info("guard: %s of %s was replaced: its evidence begins anew", *pair[::-1])
             known = identity, Evidence(self.bounds)
             self._evidence[pair] = known
+            self._courses[pair] = Course()
         return known[1]
 
     def _variants(self, pair: Pair) -> tuple[Variant, Variant]:
@@ -203,6 +211,10 @@ class Guard:
     def evidence(self, model: str, variant: str) -> Evidence:
         """Return the evidence about a variant as it is configured now; empty if there is none."""
         return self._known((model, variant), self.identity(model, variant))
+
+    def course(self, model: str, variant: str) -> Course:
+        """Return how the agreement of a variant with its baseline went."""
+        return self._courses.setdefault((model, variant), Course())
 
     def paused(self, model: str, variant: str) -> str:
         """Say why a variant cannot be compared now, ``""`` if it can."""

@@ -278,6 +278,8 @@ class Front:
             events = call.answer.events - call.route.preamble
             if events > 0:
                 variant.streamed(call.answer.first_token_s, call.answer.rest_s, events)
+        if self.guard is not None:
+            self.guard.served(call)
         if call.tap is not None:
             call.tap.finish(call)
         trace_id = ""

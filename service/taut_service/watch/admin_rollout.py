@@ -17,7 +17,8 @@ from fastapi import FastAPI, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
 
 from taut_service.config.reload import Reloader
-from taut_service.errors import ConflictError, NotFoundError, UnavailableError
+from taut_service.errors import ConflictError, UnavailableError
+from taut_service.guard.compare import OF_VARIANT
 from taut_service.guard.evidence import Evidence
 from taut_service.guard.guard import Guard
 from taut_service.rollout.audit import TamperedError, check_lines
@@ -25,6 +26,7 @@ from taut_service.rollout.commands import RolloutCommands
 from taut_service.rollout.controller import Rollouts
 from taut_service.rollout.journal import JournalLostError
 from taut_service.rollout.state import Rollout
+from taut_service.watch.admin_agreement import add_agreement, require_watched
 
 Verdict = Literal["PASS", "FAIL", "INCONCLUSIVE"]
 _Text = Annotated[str, Field(max_length=500)]
@@ -168,6 +170,7 @@ def add_rollout(admin: FastAPI, controls: RolloutControls) -> None:
         controls: what they act on.
     """
     _add_report(admin, controls)
+    add_agreement(admin, controls.guard)
     _add_analysis(admin, controls)
     if controls.rollouts is not None and controls.commands is not None:
         _add_commands(admin, controls.commands)
@@ -230,7 +233,7 @@ def _evidence(guard: Guard, model: str, variant: str) -> Callable[[], EvidenceRe
     def make() -> EvidenceReport:
         copy = Evidence(known.bounds, counts)
         shown = copy.shown(alpha)
-        differing = shown.get("disagreement_of_variant")
+        differing = shown.get(OF_VARIANT)
         return EvidenceReport(
             variant=variant,
             verdict=verdict,
@@ -260,11 +263,7 @@ def _judge(guard: Guard, model: str, variant: str) -> tuple[Verdict, str]:
 
 def _add_analysis(admin: FastAPI, controls: RolloutControls) -> None:
     def judged(model: str, variant: str) -> Analysis:
-        if (model, variant) not in set(controls.guard.pairs()):
-            raise NotFoundError(
-                f"the guard watches no variant {variant[:64]!r} of {model[:100]!r}",
-                code="variant_not_found",
-            )
+        require_watched(controls.guard, model, variant)
         verdict, why = _judge(controls.guard, model, variant)
         evidence = controls.guard.evidence(model, variant)
         value = {"PASS": 1.0, "FAIL": 0.0}.get(verdict, 0.5)

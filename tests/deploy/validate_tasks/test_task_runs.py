@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 
 import pytest
 import torch
+from recorded_harness import RECORDED, ROLES, Harness
 from typer.testing import CliRunner
 from validate_setup import WORDS, FakeServer, add_noise, job_for, write_model, write_text
 
-from taut_deploy.cli import app
+from taut_deploy.cli import app, main
 from taut_deploy.validate import CouldNotValidateError, Verdict, run_validation
 
+HARNESS_MODEL = "taut_deploy.validate.tasks.harness_model"
 LOOSE = "name: loose\nrequire: {perplexity_ratio: {max: 1000}}\n"
 
 
@@ -219,6 +223,94 @@ def test_a_missing_harness_is_one_line(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(harness.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(CouldNotValidateError, match=r"pip install 'taut\[eval\]'"):
         validate(folder, tmp_path / "r", harness=("arc_easy",))
+
+
+@pytest.fixture
+def harness(monkeypatch):
+    found = Harness({role: RECORDED[role] for role in ROLES})
+    for name, module in found.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, HARNESS_MODEL, raising=False)
+    monkeypatch.setattr("taut_deploy.validate.tasks.plan.require_harness", lambda: None)
+    yield found
+    sys.modules.pop(HARNESS_MODEL, None)  # it is a class of the recorded one's
+
+
+def test_the_harness_hears_what_it_heard_when_it_was_recorded(folder, tmp_path, harness):
+    """The real one is installed nowhere in CI: what it asked and told is what is asked here."""
+    report = validate(folder, tmp_path / "a", harness=("own",), max_items=8).report
+    section = report["tasks"]["tasks"]["own"]
+    right = [[row["acc"] == 1.0 for row in RECORDED[role]] for role in ROLES]
+    both = sum(one and other for one, other in zip(*right, strict=True))
+    assert (section["kind"], section["items"]) == ("harness", 8)
+    assert section["counts"]["both"] == both, section["counts"]
+    assert [run["limit"] for run in harness.runs] == [8, 8]
+    assert all(run["log_samples"] and run["bootstrap_iters"] == 0 for run in harness.runs)
+
+
+def test_the_harness_is_given_the_log_probabilities_that_were_recorded(folder, tmp_path, harness):
+    heard = {}
+    evaluate = harness.simple_evaluate
+
+    def listened(model, **given):
+        found = evaluate(model, **given)
+        heard[ROLES[len(heard)]] = found["samples"]["own"]
+        return found
+
+    sys.modules["lm_eval.evaluator"].simple_evaluate = listened
+    validate(folder, tmp_path / "a", harness=("own",))
+    for role in ROLES:
+        ours = [log for row in heard[role] for log, _ in row["filtered_resps"]]
+        theirs = [log for row in RECORDED[role] for log, _ in row["filtered_resps"]]
+        assert ours == pytest.approx(theirs, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda row: row.update(doc_hash="another"), "item 0 was put to one model only"),
+        (lambda row: row.update(metrics=["bleu"]), "not right or wrong"),
+    ],
+)
+def test_samples_that_cannot_be_paired_are_refused(folder, tmp_path, harness, change, problem):
+    harness.samples = json.loads(json.dumps(harness.samples))
+    change(harness.samples["baseline"][0])
+    with pytest.raises(CouldNotValidateError, match=problem):
+        validate(folder, tmp_path / "a", harness=("own",))
+    with pytest.raises(CouldNotValidateError, match="--lm-eval nowhere"):
+        validate(folder, tmp_path / "b", harness=("nowhere",))
+
+
+BAD = {
+    "an empty task file": (["--task", "EMPTY"], "", "the file is empty"),
+    "no task file": (["--task", "nothing.jsonl"], "", "No such file"),
+    "a limit misspelt": ([], "tasks: {any: {recovry: {min: 0.9}}}", "did you mean 'recovery'"),
+    "a slice misspelt": ([], "slices: {struktured: {}}", "did you mean 'structured'"),
+    "a section misspelt": ([], "slice: {chat: {}}", "did you mean 'slices'"),
+    "another tokenizer": ([], "", "tokenizer differs"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_line_and_exit_code_3(folder, tmp_path, capsys, name):
+    more, policy, problem = BAD[name]
+    (tmp_path / "EMPTY").write_text("\n\n")
+    (tmp_path / "p.yaml").write_text(f"{LOOSE}{policy}\n")
+    candidate = folder / "candidate"
+    if name == "another tokenizer":
+        candidate = tmp_path / "other"
+        shutil.copytree(folder / "candidate", candidate)
+        file = candidate / "tokenizer.json"
+        file.write_text(file.read_text().replace('"w3"', '"w3x"'))
+    more = [str(tmp_path / part) if part == "EMPTY" else part for part in more]
+    given = ["validate", f"--baseline={folder / 'baseline'}", f"--candidate={candidate}"]
+    given += [f"--policy={tmp_path / 'p.yaml'}", f"--text={folder / 'text.txt'}", "--no-served"]
+    given += [f"--output={tmp_path / 'r'}", "--sequences=4", "--sequence-length=24", *more]
+    assert main(given) == 3
+    said = capsys.readouterr().err.strip().splitlines()
+    assert problem in said[-1], said
+    assert not any("Traceback" in line for line in said)
+    assert not (tmp_path / "r" / "report.json").exists()
 
 
 def test_the_harness_runs_a_users_own_task_offline(folder, tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -21,6 +22,7 @@ from taut_service.call import ROUTES, Call
 from taut_service.config.settings import Settings
 from taut_service.guard.evidence import MUST_HOLD
 from taut_service.guard.guard import Guard
+from taut_service.guard.reader import Reader
 from taut_service.guard.tap import MAX_BYTES, Heard, Tap
 from taut_service.http.client_exchange import ClientExchange
 from taut_service.watch.metrics import Metrics
@@ -306,6 +308,40 @@ async def test_beyond_its_share_of_cpu_time_the_sample_thins_itself_and_says_so(
         await eventually(lambda: guard.evidence("m", "small").answers == 300 - left_out, 20)
         assert await harness.metric("taut_guard_sampled_ratio") < 0.9
         assert await harness.metric("taut_guard_cpu_seconds_total") > 0
+
+
+async def test_what_comparisons_cost_outside_their_steps_is_charged_as_well(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each request to a worker has the loop do a millisecond more, as callbacks of sockets do."""
+    burnt = 0.0
+    fetch = Reader._fetch
+
+    def burn() -> None:
+        nonlocal burnt
+        began = time.thread_time()
+        while time.thread_time() < began + 0.001:
+            pass
+        burnt += time.thread_time() - began
+
+    async def fetched(*arguments: Any) -> tuple[bytes, float]:
+        asyncio.get_running_loop().call_soon(burn)
+        return await fetch(*arguments)
+
+    monkeypatch.setattr(Reader, "_fetch", fetched)
+    monkeypatch.setattr("taut_service.guard.budget.WINDOW_S", 0.02)
+    async with (
+        ReadingEngine() as base,
+        ReadingEngine() as small,
+        guarded(settings_of(small, base, sample=0.1)) as (harness, guard),
+    ):
+        for number in range(1600):
+            if number == 800:
+                before, outside = guard.budget.spent_s, burnt
+            body = {"model": "m", "prompt": f"q {number}", "max_tokens": 12}
+            assert (await harness.post(body)).status == 200
+        assert burnt - outside > 0.1
+        assert guard.budget.spent_s - before > burnt - outside
 
 
 async def dropped(harness: Harness, count: int) -> bool:

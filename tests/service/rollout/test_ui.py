@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,7 @@ async def test_the_page_shows_the_rollout_and_its_buttons_move_it(
             streamed = {**body, "stream": True}
             assert (await admin.harness.post(streamed)).status == 200
             await page.until(f"{times}[2].endsWith('s')")
+            await agreement_is_drawn(page, admin)
             label = "document.querySelector('svg[aria-label^=kl]').getAttribute('aria-label')"
             assert (await page.value(label)).endswith(", at most 0.13")
             await click(page, "Roll back")
@@ -87,6 +90,34 @@ async def test_the_page_shows_the_rollout_and_its_buttons_move_it(
                 " !e.labels?.length && !e.getAttribute('aria-label') && !e.innerText).length"
             )
             assert await page.value(unnamed) == 0
+
+
+async def agreement_is_drawn(page: Tab, admin: Any) -> None:
+    """Ask until the series has three points; the page draws each, a band around the mean."""
+    path = "/admin/rollout/agreement?model=m&variant=small"
+    async with asyncio.timeout(30):
+        for number in count():
+            body = {"model": "m", "prompt": f"later {number}", "max_tokens": 12}
+            assert (await admin.harness.post(body)).status == 200
+            points = (await admin.ask("GET", path)).json
+            if len(points) > 2:
+                break
+            await asyncio.sleep(0.3)
+    assert [point["mean"] for point in points] == [1.0] * len(points)
+    widths = [point["high"] - point["low"] for point in points]
+    assert widths == sorted(widths, reverse=True) and widths[-1] < widths[0]
+    shape = "document.querySelector('svg.course polyline').getAttribute('points').split(' ')"
+    await page.until(f"!!document.querySelector('svg.course') && {shape}.length > 2")
+    drawn = await page.value(shape)
+    band = "document.querySelector('svg.course polygon').getAttribute('points').split(' ').length"
+    assert await page.value(band) == 2 * len(drawn)
+    assert [float(drawn[0].split(",")[0]), float(drawn[-1].split(",")[0])] == [0, 100]
+    label = "document.querySelector('svg.course').getAttribute('aria-label')"
+    told = await page.value(label)
+    assert told.startswith("Agreement of small over time, ") and ": now 100.00 % in " in told
+    await page.until("document.querySelector('svg.course').getBoundingClientRect().height > 40")
+    wrong = await admin.ask("GET", path.replace("small", "base"))
+    assert wrong.status == 404, "a baseline has no agreement with itself"
 
 
 @needs_chromium

@@ -1,9 +1,7 @@
 import { bound, course, element, interval, percent, table } from "./draw.js";
 
 const EVERY_MS = 2000;
-const KEPT = 150;
 const find = (id) => document.getElementById(id);
-const agreements = new Map();
 let key = "";
 let asked = null;
 let state = null;
@@ -41,11 +39,21 @@ async function refresh() {
     state = await ask("GET", "/admin/state");
     find("key-form").hidden = true;
     showModels();
-    if (state.guarded) showRollouts(await ask("GET", "/admin/rollout"));
+    if (state.guarded) await refreshRollouts();
     if (find("message").className === "bad") say("");
   } catch (error) {
     say(error.message, true);
   }
+}
+
+async function refreshRollouts() {
+  const found = await ask("GET", "/admin/rollout");
+  const all = found.rollouts.flatMap(({ model, evidence }) => evidence.map((of) => ({ model, of })));
+  await Promise.all(all.map(async ({ model, of }) => {
+    const asked = new URLSearchParams({ model, variant: of.variant });
+    of.course = await ask("GET", `/admin/rollout/agreement?${asked}`);
+  }));
+  showRollouts(found);
 }
 
 // A median and what one in twenty exceeds.
@@ -110,7 +118,7 @@ function drawRollout(rollout, found) {
     part.append(element("p", {}, `Waits: ${rollout.next}.`));
   }
   if (found.steps.length) part.append(buttons(rollout));
-  for (const evidence of rollout.evidence) part.append(drawEvidence(rollout.model, evidence));
+  for (const evidence of rollout.evidence) part.append(drawEvidence(evidence));
   return part;
 }
 
@@ -154,12 +162,12 @@ function confirmed(text, path, body) {
   dialog.showModal();
 }
 
-function drawEvidence(model, evidence) {
+function drawEvidence(evidence) {
   const kind = { PASS: "good", FAIL: "bad" }[evidence.verdict] ?? "";
   const title = element("h4", {}, `${evidence.variant}: `,
     element("span", { class: kind }, evidence.verdict), ` – ${evidence.why}`);
   const part = element("div", {}, title);
-  if (evidence.agreement !== null) part.append(drawAgreement(model, evidence));
+  if (evidence.agreement !== null) part.append(...drawAgreement(evidence));
   const rows = Object.entries(evidence.measures).filter(([, told]) => told.bound !== null)
     .map(([name, told]) => [
       name, interval(name, told),
@@ -173,17 +181,14 @@ function drawEvidence(model, evidence) {
   return part;
 }
 
-function drawAgreement(model, evidence) {
-  const name = `${model}/${evidence.variant}`;
-  const values = agreements.get(name) ?? [];
-  values.push(evidence.agreement);
-  if (values.length > KEPT) values.shift();
-  agreements.set(name, values);
+function drawAgreement(evidence) {
   const told = evidence.measures.disagreement_of_variant;
   const text = `Agreement ${percent(evidence.agreement)} `
-    + `(${percent(1 - told.high)} to ${percent(Math.min(1, 1 - told.low))}) `
+    + `(${percent(Math.max(0, 1 - told.high))} to ${percent(Math.min(1, 1 - told.low))}) `
     + `over ${evidence.tokens} tokens `;
-  return element("p", { class: "agreement" }, text, course(`${text} since this page is open`, values));
+  const parts = [element("p", { class: "agreement" }, text)];
+  if (evidence.course.length > 1) parts.push(course(evidence.variant, evidence.course));
+  return parts;
 }
 
 function options(select, names, wanted) {

@@ -53,14 +53,35 @@ export function interval(name, told) {
   return drawing(label, shapes);
 }
 
-// Agreement since the page was opened.
-export function course(label, values) {
-  const low = Math.min(...values), high = Math.max(...values);
-  const step = 100 / Math.max(1, values.length - 1);
-  const height = (value) => (high > low ? 9 - 8 * (value - low) / (high - low) : 5);
-  const points = values.map((value, i) => `${i * step},${height(value)}`).join(" ");
-  return drawing(label, [["polyline", { class: "path", points }]]);
+// Agreement over time, and the band that the true one is in.
+export function course(variant, points) {
+  const times = points.map((point) => Date.parse(point.at));
+  // The first bands are nearly as high as all that is possible: they would flatten the rest.
+  const newer = points.slice(points.length >> 1);
+  const means = points.map((point) => point.mean);
+  const low = Math.min(...means, ...newer.map((point) => point.low));
+  const high = Math.max(...means, ...newer.map((point) => point.high));
+  const passed = Math.max(1, times.at(-1) - times[0]);
+  const at = (i, value) => {
+    const x = 100 * (times[i] - times[0]) / passed;
+    const shown = Math.max(low, Math.min(high, value));
+    return `${x},${high > low ? 9.5 - 9 * (shown - low) / (high - low) : 5}`;
+  };
+  const along = (name) => points.map((point, i) => at(i, point[name]));
+  const last = points.at(-1);
+  const label = `Agreement of ${variant} over time, ${clock(times[0])} to ${clock(times.at(-1))}: `
+    + `now ${percent(last.mean)} in ${percent(last.low)} to ${percent(last.high)}`;
+  const svg = drawing(label, [
+    ["polygon", { class: "band", points: [...along("low"), ...along("high").reverse()].join(" ") }],
+    ["polyline", { class: "path", points: along("mean").join(" ") }],
+  ]);
+  svg.classList.add("course");
+  const words = `${clock(times[0])} to ${clock(times.at(-1))}, ${percent(low)} to ${percent(high)}. `
+    + "The line is the mean so far, the band holds the true agreement at all times.";
+  return element("figure", {}, svg, element("figcaption", {}, words));
 }
+
+const clock = (time) => new Date(time).toLocaleTimeString();
 
 export function percent(share) {
   return `${(100 * share).toFixed(2)} %`;
