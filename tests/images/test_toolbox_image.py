@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from built_images import MODEL, image, pip_options
+from built_images import MODEL, image, pip_options, quick_recipe
 from container_engine import engine
 
 pytestmark = pytest.mark.timeout(1800)
@@ -31,14 +32,15 @@ def taut(volume: str, *arguments: str, options: tuple[str, ...] = ()):
     )
 
 
-def test_toolbox_fetches_a_model_into_a_new_volume(volume: str):
+def test_toolbox_fetches_a_model_into_a_new_volume(volume: str, tmp_path: Path):
     fetched = taut(volume, "model", "fetch", MODEL, "--json", options=tuple(pip_options()))
     assert fetched.returncode == 0, fetched.stderr
     assert json.loads(fetched.stdout)["path"] == f"/models/models/{MODEL}"
     output = f"--output=/models/checkpoints/{MODEL}"
     # A plan compresses one block: it fetches the calibration's text as the run would.
-    recipe = ("--recipe", "w8a8", output, "--plan")
-    planned = taut(volume, "compress", MODEL, *recipe, options=tuple(pip_options()))
+    mounted = ("-v", f"{quick_recipe(tmp_path)}:/recipe.yaml:ro", *pip_options())
+    recipe = ("--recipe", "/recipe.yaml", output, "--plan")
+    planned = taut(volume, "compress", MODEL, *recipe, options=mounted)
     assert planned.returncode == 0, planned.stderr
 
 

@@ -64,7 +64,7 @@ def data_of(recipe: str, text: Path) -> dict:
 @pytest.mark.parametrize("recipe", ["w4a16", "w8a8"])
 def test_the_foretold_memory_is_what_the_run_takes(recipe, tmp_path):
     # Large enough for statistics and hidden states to count beside the interpreter's 500 MB.
-    model = write_llama(tmp_path / "m", hidden=512, intermediate=2048, layers=4)
+    model = write_llama(tmp_path / "m", hidden=512, intermediate=2048, layers=2)
     text = write_text(tmp_path / "t.txt", 9000, seed=5)
     file = write_recipe(tmp_path / "r.yaml", data_of(recipe, text))
     asked = ("compress", model, "--recipe", file, "--output", tmp_path / "out", "--json")
