@@ -3,9 +3,10 @@
 The same ``.py`` files are what is read, tested and compiled; without the compiled ones Python runs
 them. What is compiled stands in :data:`MODULES`. Left out is what mypyc cannot take (subclasses of
 ``list`` and of uvicorn's classes, pydantic's models, asynchronous generators), what must be weakly
-referenced (:mod:`taut_service.watch.tally`), and what ran otherwise when compiled (mypy 2.4.1): exceptions
-whose class has attributes (``errors.py``: they were not there), ``access_log.py`` (every line came
-twice), and ``texts.py``, which casts any JSON to a list. An attribute ``_thread`` is no C name.
+referenced (:mod:`taut_service.watch.tally`), and what ran otherwise when compiled (mypy 2.4.1):
+exceptions whose class has attributes (``errors.py``: they were not there), ``access_log.py`` (every
+line came twice), and ``texts.py``, which casts any JSON to a list. An attribute ``_thread`` is no
+C name.
 """
 
 from __future__ import annotations
