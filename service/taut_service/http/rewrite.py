@@ -137,9 +137,13 @@ def _walked(text: bytes, at: int, path: tuple[str, ...], model: bytes) -> bytes:
     except (ValueError, IndexError, RecursionError):
         # The beginning of a document that is too long to be held, or no JSON.
         return text
-    if place is None or text[slice(*place)] == model:
+    if place is None:
         return text
-    return with_edits(text, (Edit(*place, model),))
+    start, end = place
+    # Not ``text[slice(*place)]``: compiled, that is a TypeError.
+    if text[start:end] == model:
+        return text
+    return with_edits(text, (Edit(start, end, model),))
 
 
 def _place(text: str, at: int, path: tuple[str, ...]) -> tuple[int, int] | None:

@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from taut_service.built import how_built
 from taut_service.http.client_rules import CLOSE_REASONS
 from taut_service.watch.tally import Tallies
 
@@ -197,9 +198,12 @@ class Families:
             for good in (True, False)
         }
         build = Gauge(
-            "taut_build_info", "1; tells the version", ("version",), registry=self._registry
+            "taut_build_info",
+            "1; tells the version, and whether the hot path is compiled",
+            ("version", "build"),
+            registry=self._registry,
         )
-        build.labels(taut_version()).set(1)
+        build.labels(taut_version(), how_built()).set(1)
 
 
 def _children(family: Counter, values: Sequence[str]) -> dict[str, Counter]:

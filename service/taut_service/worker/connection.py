@@ -23,8 +23,8 @@ from taut_service.http.framing import (
     MAX_HEAD_BYTES,
     TOO_MANY_FIELDS,
     Framing,
-    Trailers,
 )
+from taut_service.http.trailers import Trailers
 from taut_service.timer import Timer
 from taut_service.worker.upstream_errors import (
     ConnectionLostError,
