@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from taut_service.admit.limits.bucket import RateLimit, Standing
+from taut_service.admit.limits.bucket import RateLimit
 from taut_service.admit.limits.estimate import Estimate
-from taut_service.admit.limits.limiter import Reservation
+from taut_service.admit.limits.limiter import RateLimiter
 from taut_service.admit.limits.memory import MemoryLimitStore
 from taut_service.admit.limits.settlement import settle
-from taut_service.call import CLIENT_CLOSED
+from taut_service.call import CLIENT_CLOSED, ROUTES, Call
 from taut_service.http.sse import SseReframer, Usage
+from taut_service.watch.metrics import Metrics
 
 
 def event(**fields: Any) -> bytes:
@@ -25,22 +26,18 @@ def charged(stream: bytes, status: int = 200) -> int:
     """Return the tokens that a stream costs whose prompt was estimated as 10."""
     reframer = SseReframer(count_text=True)
     reframer.feed(stream)
-    given_back: list[int] = []
-    store = SimpleNamespace(settle=lambda _name, _limit, _requests, back: given_back.append(back))
-    limit, estimated = RateLimit(None, 10**6), Estimate(10, 1000)
-    reservation = Reservation(
-        cast("MemoryLimitStore", store), "a", limit, estimated, Standing(True, 1, 1)
-    )
-    answer = SimpleNamespace(
-        status=status,
-        usage=reframer.usage,
-        events=reframer.events,
-        text_bytes=reframer.text_bytes,
-    )
-    routed = SimpleNamespace(worker="w")
-    call: Any = SimpleNamespace(streaming=True, answer=answer, routed=routed)
+    store, limit = MemoryLimitStore(lambda: 0.0), RateLimit(None, 10**6)
+    limiter = RateLimiter(store, lambda _: None)
+    reservation = asyncio.run(limiter.reserve("a", limit, Estimate(10, 1000)))
+    call = Call(ROUTES[0], b"id", Metrics().route("m", "completions"))
+    call.streaming = True
+    call.routed.worker = "w"
+    call.answer.status = status
+    call.answer.usage = reframer.usage
+    call.answer.events = reframer.events
+    call.answer.text_bytes = reframer.text_bytes
     settle(call, reservation)
-    return sum(estimated) - given_back[0]
+    return 10**6 - int(asyncio.run(store.take("a", limit, 0)).tokens)
 
 
 @pytest.mark.parametrize(
