@@ -101,13 +101,12 @@ def ready(home: House, number: int) -> bool:
 
 
 async def test_sigterm_lets_live_streams_end_and_refuses_new_requests(tmp_path: Path) -> None:
-    async with house(tmp_path, behaviour={"itl_s": 0.05, "chunks": 30}, **DRAIN) as home:
+    async with house(tmp_path, behaviour={"itl_s": 0.05, "chunks": 60}, **DRAIN) as home:
         streams = [
             asyncio.create_task(post(home.port, body_of(stream=True), timeout_s=30))
             for _ in range(50)
         ]
-        await asyncio.sleep(0.5)
-        assert home.engines[0].state()["open"] == 50
+        await eventually(lambda: home.engines[0].state()["open"] == 50)
         home.gateway.signal(signal.SIGTERM)
         await asyncio.sleep(0.1)
         refused = await post(home.port, body_of())
@@ -126,7 +125,7 @@ async def test_streams_that_outlive_the_drain_end_in_an_error_event(tmp_path: Pa
             asyncio.create_task(post(home.port, body_of(stream=True), timeout_s=30))
             for _ in range(20)
         ]
-        await asyncio.sleep(0.5)
+        await eventually(lambda: home.engines[0].state()["open"] == 20)
         begin = time.monotonic()
         home.gateway.signal(signal.SIGTERM)
         answers = await asyncio.gather(*streams)
