@@ -99,6 +99,8 @@ def test_short_run_compares_answers_and_measures_both(
 ) -> None:
     monkeypatch.setattr(gateway_guard, "LAST_COMPARISONS_S", 1.0)
     monkeypatch.setattr(gateway_guard, "SHARE", 0.5)
+    # In 0.4 s the clients' work need not earn one comparison.
+    monkeypatch.setattr(gateway_guard, "_ROOM", {**gateway_guard._ROOM, "max_cpu_share": None})
     arguments = ["bench", "gateway", "--guard", "--rounds", "1", "--seconds", "0.4"]
     arguments += ["--output", str(tmp_path / "out"), "--json"]
     done = CliRunner().invoke(app, arguments, catch_exceptions=False)
