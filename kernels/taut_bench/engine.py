@@ -26,7 +26,6 @@ from taut_bench.engine_process import (
     EngineProcess,
     in_a_name,
     serve,
-    start_all,
 )
 from taut_bench.engine_turns import Turns, write
 
@@ -119,7 +118,7 @@ def run(
     """
     from taut_bench import plots
 
-    engines = start_all(checkpoint, modes, settings, path.parent, profile)
+    engines = [EngineProcess(checkpoint, mode, settings, path.parent, profile) for mode in modes]
     measured, notes, starts = Turns(), [], {}
     for engine in engines:
         try:

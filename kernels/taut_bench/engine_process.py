@@ -10,7 +10,6 @@ import contextlib
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -131,10 +130,3 @@ def serve(
         asked.send(tuple(engine.measure(*cell)))
     if profile:
         engine.profile(profile)
-
-
-def start_all(
-    checkpoint: Path, modes: Sequence[str], settings: Settings, directory: Path, profile: bool
-) -> list[EngineProcess]:
-    """Return an engine for each mode, all of them starting."""
-    return [EngineProcess(checkpoint, mode, settings, directory, profile) for mode in modes]
