@@ -7,7 +7,6 @@ as they are (scale 1) or by a scale from that text.
 Command: ``python -m taut_deploy.bench.cache_rounding DIRECTORY --calibration FILE --text FILE``.
 """
 
-import argparse
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -16,11 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from taut_deploy.bench.two_texts import parser_of, tokens_of
 from taut_deploy.compress.dense import load_dense
 from taut_deploy.compress.kv_cache import attention_through, cached, cached_int8
 from taut_deploy.compress.quantize.float8 import FP8_MAX
-from taut_deploy.validate.checkpoint_tokenizer import CheckpointTokenizer
-from taut_deploy.validate.text import tokenize_file
 
 # (attention module, query, key, value) -> what to attend with
 Way = Callable[..., tuple[torch.Tensor, ...]]
@@ -96,18 +94,10 @@ def divergence(
 
 def main(arguments: Iterable[str] | None = None) -> None:
     """Measure and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--calibration", type=Path, required=True)
-    parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--sequences", type=int, default=16)
-    parser.add_argument("--sequence-length", type=int, default=512)
-    asked = parser.parse_args(None if arguments is None else list(arguments))
-    tokenizer = CheckpointTokenizer(asked.directory)
+    asked = parser_of(__doc__, 16).parse_args(None if arguments is None else list(arguments))
 
     def read(file: Path) -> torch.Tensor:
-        found = tokenize_file(file, tokenizer, asked.sequences, asked.sequence_length)
-        return torch.tensor(found.sequences)
+        return tokens_of(file, asked.directory, asked.sequences, asked.sequence_length)
 
     model = load_dense(asked.directory, "cpu", trust_remote_code=False).float()
     judged = read(asked.text)

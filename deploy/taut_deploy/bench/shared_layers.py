@@ -7,7 +7,6 @@ basis of inputs with coefficients of each (Basis Sharing, arXiv:2410.03765, §3.
 Command: ``python -m taut_deploy.bench.shared_layers DIRECTORY --calibration FILE --text FILE``.
 """
 
-import argparse
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,14 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from taut_deploy.bench.two_texts import parser_of, tokens_of
 from taut_deploy.compress.calibrate.gram import add_gram, mirror
 from taut_deploy.compress.dense import load_dense
 from taut_deploy.compress.lowrank.whitened_svd import whiten
 from taut_deploy.compress.quantize.gptq import feedback_of, quantize_weight
 from taut_deploy.compress.quantize.grid import GridSpec
 from taut_deploy.compress.shrink.importance import decoder_of, run, with_hooks
-from taut_deploy.validate.checkpoint_tokenizer import CheckpointTokenizer
-from taut_deploy.validate.text import tokenize_file
 
 _DAMPENING = 1e-3
 _GROUP = 64
@@ -216,19 +214,13 @@ def _ratios(model: Any, layers: Layers, judged: torch.Tensor) -> Iterator[tuple[
 
 def main(arguments: Iterable[str] | None = None) -> None:
     """Measure and print two tables."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--calibration", type=Path, required=True)
-    parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--sequences", type=int, default=32)
+    parser = parser_of(__doc__, 32)
     parser.add_argument("--judged", type=int, default=16)
-    parser.add_argument("--sequence-length", type=int, default=512)
     parser.add_argument("--step", type=int, default=6, help="between pairs of the first table")
     asked = parser.parse_args(None if arguments is None else list(arguments))
-    tokenizer = CheckpointTokenizer(asked.directory)
 
     def read(file: Path, count: int) -> torch.Tensor:
-        return torch.tensor(tokenize_file(file, tokenizer, count, asked.sequence_length).sequences)
+        return tokens_of(file, asked.directory, count, asked.sequence_length)
 
     model = load_dense(asked.directory, "cpu", trust_remote_code=False).float()
     layers = Layers(model, read(asked.calibration, asked.sequences))
