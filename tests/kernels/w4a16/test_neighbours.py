@@ -70,7 +70,7 @@ def test_a_far_shape_that_is_told_badly_bounds_no_word_here() -> None:
 
 
 def test_shapes_that_machete_refuses_do_not_speak() -> None:
-    ratios = {shape: (1.5, 1.5) for shape in GRID} | {(3072 + 64, 3072): (9.0, 9.0)}
+    ratios = dict.fromkeys(GRID, (1.5, 1.5)) | {(3072 + 64, 3072): (9.0, 9.0)}
     known = neighbours.bound(ratios)
     assert known is not None
     assert known.least(3072, 3072) == (pytest.approx(1.5), pytest.approx(1.5))
