@@ -437,6 +437,7 @@ def test_decode_attention_is_used_by_default_where_it_was_measured(
     [
         ('{"model_type": "llama"}', {}, True),
         ('{"model_type": "qwen3"}', {"extra": ("--max-num-seqs", "4")}, True),
+        ('{"model_type": "phi3"}', {}, True),
         ('{"model_type": "llama"}', {"kv_cache_dtype": "fp8"}, True),
         ('{"model_type": "llama"}', {"kv_cache_dtype": "fp8_e5m2"}, False),
         ('{"model_type": "llama"}', {"extra": ("--kv-cache-dtype", "fp8_e5m2")}, False),
@@ -495,6 +496,7 @@ def of_two_groups(first, second):
         (config_in_8_bits("gpt_oss"), (), False),
         (config_in_8_bits(weights={"num_bits": 4, "strategy": "group"}), (), False),
         (config_in_4_bits(), (), True),
+        (config_in_4_bits("phi3"), (), True),
         (config_in_4_bits("mistral"), ("-tp", "2"), False),
         (config_in_4_bits("gpt_oss"), (), False),
         (config_in_4_bits(symmetric=False, group_size=32), (), True),

@@ -21,7 +21,7 @@ from taut_deploy.vllm_flags import (
     names_one_of,
 )
 
-PLAIN_ATTENTION = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+PLAIN_ATTENTION = frozenset({"llama", "mistral", "phi3", "qwen2", "qwen3"})
 """``model_type`` of models whose every layer attends causally, at most in a window, with heads that
 vLLM's FlashAttention takes. A backend that is named replaces vLLM's choice for the whole model, and
 what others need (latent attention, sinks, mixed layers) is for vLLM to choose."""

@@ -12,6 +12,8 @@ from taut_kernels.for_deploy import layer_description
 
 # Two-dimensional weights of modules that look rows up instead of multiplying.
 _EMBEDDINGS = frozenset({"wte", "wpe", "shared"})
+_JOINED = frozenset({"phi3"})
+"""Models whose checkpoints hold q, k and v, gate and up, as one layer."""
 _PACKED = frozenset({"qweight", "weight_packed"})
 _SHAPE = "weight_shape"
 _SCALES = frozenset({"weight_scale", "weight_scale_inv"})
@@ -126,7 +128,7 @@ def layers_by_sizes(config: Mapping[str, Any]) -> dict[str, StoredLayer] | None:
     Raises:
         ModelError: a size is missing or no whole number above 0.
     """
-    if config.get("model_type") not in PLAIN_ATTENTION:
+    if config.get("model_type") not in PLAIN_ATTENTION - _JOINED:
         return None
     hidden, inner = _size(config, "hidden_size"), _size(config, "intermediate_size")
     heads = _size(config, "num_attention_heads")
