@@ -1,11 +1,11 @@
-"""Run the whole suite: what ``make test`` does without ARGS.
+"""Run the whole suite: what ``make test`` does without ARGS; with ``--all`` what CI does.
 
 Two tracks take job after job, the longest first, each on its half of the cores, so that neither
 waits for the other and a job with threads takes none from its neighbour. A job is a run of pytest:
 the tests that build images, those that start real workers, then folders. A third track has the
 tests that mostly wait, for helm or for a gateway. A track that has none of its own left takes the
 others' jobs. Tests that measure times have the whole machine to themselves afterwards.
-``PYTEST_ADDOPTS`` reaches all. The last lines say what was skipped for want of a program or a
+``PYTEST_ADDOPTS`` reaches all. Tests of the mark ``all_forms`` run with ``--all`` only. The last lines say what was skipped for want of a program or a
 device, and count all; the exit status is 1 if a test failed.
 """
 
@@ -32,6 +32,9 @@ LONG = (
 )
 """The first jobs, in this order. Each makes something once for all its tests: images and their
 checkpoint, a served model, a process that has vLLM imported."""
+MARKED = ("-m", "all_forms")
+"""What pytest leaves out by default: minutes of compiling, for whoever changes a kernel and for CI."""
+OF_MARKED = "kernels/launch/test_aot.py"
 FOLDERS = ("kernels", "deploy")
 """Each folder in them is of a job, but for what is named elsewhere."""
 LEAST = 24
@@ -81,6 +84,11 @@ class Result(NamedTuple):
 def jobs() -> list[list[str]]:
     """Return the files and folders of each run on the two tracks, the longest first."""
     return [[str(TESTS / name) for name in names] for names in LONG] + _joined(_left_of(FOLDERS))
+
+
+def marked() -> list[str]:
+    """Return the arguments of the run of what has the mark."""
+    return [*MARKED, str(TESTS / OF_MARKED)]
 
 
 def waiting() -> list[list[str]]:
@@ -204,11 +212,17 @@ def _totals(results: Iterable[Result]) -> tuple[Counter[str], Counter[str]]:
     return counts, wanted
 
 
-def main() -> int:
-    """Run everything; return the exit status."""
+def main(arguments: Sequence[str] = ()) -> int:
+    """Run everything; return the exit status.
+
+    Args:
+        arguments: ``--all`` for the tests with the mark, too.
+    """
     started = time.monotonic()
     results, printing = list[Result](), threading.Lock()
     busy, idle = deque(jobs()), deque(waiting())
+    if everything := "--all" in arguments:
+        busy.insert(len(LONG), marked())
     mine, others = halves()
     tracks = (((busy, idle), others), ((idle, busy), None))
     threads = [
@@ -222,6 +236,8 @@ def main() -> int:
         thread.join()
     results.append(run(alone(), sys.stdout.write))
     counts, wanted = _totals(results)
+    if everything:  # what one run leaves out by the mark another has
+        del counts["deselected"]
     if wanted:
         names = ", ".join(f"{many} {name}" for name, many in wanted.most_common())
         sys.stdout.write(f"===== skipped tests want: {names} =====\n")
@@ -232,4 +248,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -76,6 +76,46 @@ def test_folders_of_no_room_and_own_tests_wait(
     assert runner.alone() == []
 
 
+MARKED = """
+import pytest
+
+def test_sample():
+    pass
+
+@pytest.mark.all_forms
+def test_form():
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "counted"),
+    [((), "1 deselected, 2 passed"), (("--all",), "3 passed")],
+)
+def test_what_has_the_mark_runs_where_all_is_asked_for(
+    arguments: tuple[str, ...],
+    counted: str,
+    runner: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert (Path(__file__).parent / runner.OF_MARKED).exists()
+    file = tmp_path / runner.OF_MARKED
+    file.parent.mkdir(parents=True)
+    file.write_text(MARKED)
+    for name in ("TESTS", "LONG", "ALONE", "WAITING"):
+        monkeypatch.setattr(runner, name, tmp_path if name == "TESTS" else ())
+    (tmp_path / "alone.py").write_text("def test_times(): pass")
+    monkeypatch.setattr(runner, "alone", lambda: [str(tmp_path / "alone.py")])
+    options = "-c /dev/null -p no:cacheprovider -m 'not all_forms' -W ignore"
+    monkeypatch.setenv("PYTEST_ADDOPTS", options)
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    runner.main(arguments)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith(f"===== all runs: {counted} in "), last
+
+
 def test_small_folders_share_a_start_of_pytest(
     runner: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
