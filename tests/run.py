@@ -5,8 +5,9 @@ waits for the other and a job with threads takes none from its neighbour. A job 
 the tests that build images, those that start real workers, then folders. A third track has the
 tests that mostly wait, for helm or for a gateway. A track that has none of its own left takes the
 others' jobs. Tests that measure times have the whole machine to themselves afterwards.
-``PYTEST_ADDOPTS`` reaches all. Tests of the mark ``all_forms`` run with ``--all`` only. The last lines say what was skipped for want of a program or a
-device, and count all; the exit status is 1 if a test failed.
+``PYTEST_ADDOPTS`` reaches all. Tests of the mark ``all_forms`` run with ``--all`` only. The last
+lines say what was skipped for want of a program or a device, and count all; the exit status is 1 if
+a test failed.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ LONG = (
 """The first jobs, in this order. Each makes something once for all its tests: images and their
 checkpoint, a served model, a process that has vLLM imported."""
 MARKED = ("-m", "all_forms")
-"""What pytest leaves out by default: minutes of compiling, for whoever changes a kernel and for CI."""
+"""What pytest leaves out by default: minutes of compiling, for CI and for who changes a kernel."""
 OF_MARKED = "kernels/launch/test_aot.py"
 FOLDERS = ("kernels", "deploy")
 """Each folder in them is of a job, but for what is named elsewhere."""
