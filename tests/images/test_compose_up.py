@@ -252,6 +252,12 @@ def test_validate_prints_its_verdict_and_ends_with_its_code(running):
     print(f"verdict on 4 x 128 tokens: {verdict}")
 
 
+@pytest.mark.parametrize("service", ["worker", "worker-baseline"])
+def test_eager_workers_gave_log_probabilities_without_a_compiler(running, service):
+    code = "import glob; print(*glob.glob('/cache/**/*.cpp', recursive=True))"
+    assert running.python(service, code).split() == []
+
+
 def test_validate_that_cannot_run_ends_with_3(running):
     done = running.compose(*VALIDATE, TAUT_POLICY="no-such-policy")
     assert done.returncode == 3, done.stdout[-3000:]
