@@ -31,12 +31,29 @@ def run_with_transformers(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
     """Run code in a process that has torch and transformers imported: see with_transformers.py."""
-    script = Path(__file__).parents[1] / "forks" / "with_transformers.py"
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
-    server = CheckServer(script, env, tmp_path_factory.mktemp("transformers"))
+    yield from _running("with_transformers", tmp_path_factory)
 
-    def run(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-        return server.run([code, *map(str, arguments)], 580)
+
+@pytest.fixture(scope="session")
+def run_with_compressor(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
+    """Run code in a process that has the compressor imported: see with_compressor.py."""
+    yield from _running("with_compressor", tmp_path_factory)
+
+
+def _running(
+    name: str, folders: pytest.TempPathFactory
+) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
+    """Run code in forks of one process; ``env`` comes on top of this environment."""
+    script = Path(__file__).parents[1] / "forks" / f"{name}.py"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
+    server = CheckServer(script, environment, folders.mktemp(name))
+
+    def run(
+        code: str, *arguments: object, env: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        return server.run([code, *map(str, arguments)], 580, env)
 
     yield run
     server.close()

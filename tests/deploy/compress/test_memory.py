@@ -8,8 +8,6 @@ is no part of.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -66,18 +64,41 @@ def write_deep(path: Path, layers: int) -> int:
     return layers * BLOCK_BYTES
 
 
-def held(model: Path, data: dict, output: Path) -> dict[str, int]:
-    """The most memory of a compression's process, ``before`` it and at the ``peak``."""
-    recipe = write_recipe(output.with_suffix(".yaml"), data)
-    script = Path(__file__).with_name("peak_memory.py")
-    argv = [sys.executable, str(script), str(model), str(recipe), str(output)]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout)
+PEAK = """
+import json, resource, sys
+from pathlib import Path
+from taut_deploy.compress import driver
+from taut_deploy.compress.driver import CompressionJob
+from taut_deploy.models.store import describe_directory
+from taut_deploy.recipe import parse_recipe
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
+
+before = peak()
+model, recipe, output = map(Path, sys.argv[1:])
+job = (describe_directory(model), parse_recipe(recipe.read_text(), "test"), output)
+driver.compress(CompressionJob(*job, output.parent / "cache"))
+print(json.dumps({"before": before, "peak": peak()}))
+"""
+"""In a fork, whose peak begins at what it was forked with."""
+
+
+@pytest.fixture
+def held(run_with_compressor):
+    """The most memory of a compression's process, ``before`` it and at the ``peak``, bytes."""
+
+    def held(model: Path, data: dict, output: Path) -> dict[str, int]:
+        recipe = write_recipe(output.with_suffix(".yaml"), data)
+        done = run_with_compressor(PEAK, model, recipe, output)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return held
 
 
 @pytest.mark.timeout(900)
-def test_the_peak_does_not_grow_with_depth(tmp_path):
+def test_the_peak_does_not_grow_with_depth(held, tmp_path):
     text = write_text(tmp_path / "text.txt", 400, seed=5)
     data = recipe_data(text, scheme="FP8", group_size=None, algorithm="rtn")
     peaks, sizes = [], []
@@ -96,7 +117,7 @@ def test_the_peak_does_not_grow_with_depth(tmp_path):
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("streams", "later"), [(1, None), (2, "reconstruct")])
-def test_the_states_of_the_calibration_are_held_once(streams, later, tmp_path):
+def test_the_states_of_the_calibration_are_held_once(streams, later, held, tmp_path):
     """Beside them little counts: blocks of 2 MB, batches of 2048 tokens."""
     model = write_llama(tmp_path / "model", hidden=256, intermediate=256)
     text = write_text(tmp_path / "text.txt", 160_000, seed=5)
