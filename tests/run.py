@@ -1,5 +1,7 @@
 """Run the whole suite: what ``make test`` does without ARGS; with ``--all`` what CI does.
 
+``--types`` adds mypy as a job: alone it would leave the other cores idle.
+
 Two tracks take job after job, the longest first, each on its half of the cores, so that neither
 waits for the other and a job with threads takes none from its neighbour. A job is a run of pytest:
 the tests that build images, those that start real workers, then folders. A third track has the
@@ -36,6 +38,8 @@ checkpoint, a served model, a process that has vLLM imported."""
 MARKED = ("-m", "all_forms")
 """What pytest leaves out by default: minutes of compiling, for CI and for who changes a kernel."""
 OF_MARKED = "kernels/launch/test_aot.py"
+TYPES = ["mypy"]
+"""A job that is no run of pytest."""
 FOLDERS = ("kernels", "deploy")
 """Each folder in them is of a job, but for what is named elsewhere."""
 LEAST = 24
@@ -153,14 +157,16 @@ def wanted_of(output: str) -> Counter[str]:
 
 
 def run(arguments: Sequence[str], say: Callable[[str], object], cores: str | None = None) -> Result:
-    """Run pytest, passing on each line of what it prints.
+    """Run pytest, or what a job is instead, passing on each line of what it prints.
 
     Args:
-        arguments: of pytest.
+        arguments: of pytest; TYPES is a command of its own.
         say: takes the lines.
         cores: the only ones that it may use, as taskset takes them; None for all.
     """
     command = [sys.executable, "-m", "pytest", "-ra", *SLOWEST, *arguments]
+    if arguments == TYPES:
+        command = [sys.executable, "-m", *TYPES]
     if cores is not None:
         command = ["taskset", "--cpu-list", cores, *command]
     lines = []
@@ -217,13 +223,15 @@ def main(arguments: Sequence[str] = ()) -> int:
     """Run everything; return the exit status.
 
     Args:
-        arguments: ``--all`` for the tests with the mark, too.
+        arguments: ``--all`` for the tests with the mark, too, ``--types`` for mypy.
     """
     started = time.monotonic()
     results, printing = list[Result](), threading.Lock()
     busy, idle = deque(jobs()), deque(waiting())
     if everything := "--all" in arguments:
         busy.insert(len(LONG), marked())
+    if "--types" in arguments:
+        busy.insert(len(LONG), TYPES)
     mine, others = halves()
     tracks = (((busy, idle), others), ((idle, busy), None))
     threads = [

@@ -116,6 +116,31 @@ def test_what_has_the_mark_runs_where_all_is_asked_for(
     assert last.startswith(f"===== all runs: {counted} in "), last
 
 
+@pytest.mark.parametrize(("text", "status"), [("x: int = 1", 0), ("x: int = ''", 1)])
+def test_types_are_a_job_that_can_fail(
+    text: str,
+    status: int,
+    runner: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "test_own.py").write_text("def test_good(): pass")
+    (tmp_path / "mypy.ini").write_text("[mypy]\nfiles = typed.py")
+    (tmp_path / "typed.py").write_text(text)
+    for name in ("LONG", "ALONE", "WAITING"):
+        monkeypatch.setattr(runner, name, ())
+    monkeypatch.setattr(runner, "TESTS", tmp_path)
+    monkeypatch.setattr(runner, "alone", lambda: [str(tmp_path / "test_own.py")])
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-c /dev/null -p no:cacheprovider")
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.chdir(tmp_path)
+    assert runner.main(["--types"]) == status
+    printed = capsys.readouterr().out
+    assert ("typed.py:1: error" in printed) == bool(status)
+    assert "===== all runs: 2 passed in " in printed
+
+
 def test_small_folders_share_a_start_of_pytest(
     runner: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,10 @@ is no part of.
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -64,48 +68,35 @@ def write_deep(path: Path, layers: int) -> int:
     return layers * BLOCK_BYTES
 
 
-PEAK = """
-import json, resource, sys
-from pathlib import Path
-from taut_deploy.compress import driver
-from taut_deploy.compress.driver import CompressionJob
-from taut_deploy.models.store import describe_directory
-from taut_deploy.recipe import parse_recipe
-
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
-
-before = peak()
-model, recipe, output = map(Path, sys.argv[1:])
-job = (describe_directory(model), parse_recipe(recipe.read_text(), "test"), output)
-driver.compress(CompressionJob(*job, output.parent / "cache"))
-print(json.dumps({"before": before, "peak": peak()}))
-"""
-"""In a fork, whose peak begins at what it was forked with."""
+Run = Callable[..., subprocess.CompletedProcess[str]]
+FORKED = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
 
 
-@pytest.fixture
-def held(run_with_compressor):
-    """The most memory of a compression's process, ``before`` it and at the ``peak``, bytes."""
+def run_alone(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run a script in a process of its own, whose peak ``before`` is that of its imports."""
+    argv = [sys.executable, *map(str, arguments)]
+    return subprocess.run(argv, capture_output=True, text=True, check=False)
 
-    def held(model: Path, data: dict, output: Path) -> dict[str, int]:
-        recipe = write_recipe(output.with_suffix(".yaml"), data)
-        done = run_with_compressor(PEAK, model, recipe, output)
-        assert done.returncode == 0, done.stderr[-2000:]
-        return json.loads(done.stdout.splitlines()[-1])
 
-    return held
+def held(model: Path, data: dict, output: Path, run: Run = run_alone) -> dict[str, int]:
+    """The most memory of a compression's process, ``before`` it and at the ``peak``."""
+    recipe = write_recipe(output.with_suffix(".yaml"), data)
+    done = run(Path(__file__).with_name("peak_memory.py"), model, recipe, output)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.timeout(900)
-def test_the_peak_does_not_grow_with_depth(held, tmp_path):
+def test_the_peak_does_not_grow_with_depth(run_with_compressor, tmp_path):
     text = write_text(tmp_path / "text.txt", 400, seed=5)
     data = recipe_data(text, scheme="FP8", group_size=None, algorithm="rtn")
     peaks, sizes = [], []
     for layers in (2, 42):
         model = tmp_path / f"model-{layers}"
         sizes.append(write_deep(model, layers))
-        peaks.append(held(model, data, tmp_path / f"o-{layers}"))
+        # Forks of one process: what imports took for a moment is in neither peak.
+        forked = partial(run_with_compressor, FORKED)
+        peaks.append(held(model, data, tmp_path / f"o-{layers}", forked))
     grown, more = peaks[1]["peak"] - peaks[0]["peak"], sizes[1] - sizes[0]
     whole = peaks[1]["peak"] - peaks[1]["before"]
     print(f"{more / 1e6:.0f} MB more of a model take {grown / 1e6:.0f} MB more of memory")
@@ -117,7 +108,7 @@ def test_the_peak_does_not_grow_with_depth(held, tmp_path):
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("streams", "later"), [(1, None), (2, "reconstruct")])
-def test_the_states_of_the_calibration_are_held_once(streams, later, held, tmp_path):
+def test_the_states_of_the_calibration_are_held_once(streams, later, tmp_path):
     """Beside them little counts: blocks of 2 MB, batches of 2048 tokens."""
     model = write_llama(tmp_path / "model", hidden=256, intermediate=256)
     text = write_text(tmp_path / "text.txt", 160_000, seed=5)
