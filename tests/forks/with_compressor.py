@@ -1,6 +1,6 @@
 """Runs code that compresses models, in forks of a process that has the compressor imported.
 
-The script of ``deploy/conftest.run_with_compressor``: that import takes six seconds of a core.
+The script of ``conftest.run_with_compressor``: that import takes six seconds of a core.
 """
 
 from __future__ import annotations
