@@ -15,8 +15,8 @@ help: ## list the targets
 serve: setup ## fetch SmolLM2-135M-Instruct, compress it, serve it on 127.0.0.1:8000
 	@exec $(BIN)/taut serve $(ARGS)
 
-test: setup system-tools chart-tools container-tools ## run the whole suite, or what ARGS tell pytest
-	@$(if $(strip $(ARGS)),$(BIN)/pytest $(ARGS),$(BIN)/python tests/run.py)
+test: setup system-tools chart-tools container-tools ## run the whole suite, or what ARGS tell pytest; with ALL=1 every form of the kernels, too
+	@$(if $(strip $(ARGS)),$(BIN)/pytest $(ARGS),$(BIN)/python tests/run.py $(if $(ALL),--all) $(if $(TYPES),--types))
 
 setup: $(VENV)/.ready ## make .venv with the locked dependencies
 
@@ -46,9 +46,9 @@ chart: setup chart-tools ## the Helm chart: generated files current, lint, schem
 	@$(BIN)/python k8s/generate.py --check
 	@$(BIN)/pytest tests/chart $(ARGS)
 
-check: setup ## lint + types + import contracts + tests: what CI runs
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target types lint contracts container-tools
-	@$(MAKE) --no-print-directory test
+check: setup ## lint + types + import contracts + tests; CI runs it with ALL=1
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint contracts container-tools $(if $(strip $(ARGS)),types)
+	@$(MAKE) --no-print-directory test TYPES=1 # as one more job beside the tests
 
 lint: setup ## ruff
 	@$(BIN)/ruff check .

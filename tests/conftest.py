@@ -65,3 +65,37 @@ def run_with_vllm(
     yield run
     for server in servers:
         server.close()
+
+
+@pytest.fixture(scope="session")
+def run_with_transformers(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
+    """Run code in a process that has torch and transformers imported: see with_transformers.py."""
+    yield from _running("with_transformers", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def run_with_compressor(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
+    """Run code in a process that has the compressor imported: see with_compressor.py."""
+    yield from _running("with_compressor", tmp_path_factory)
+
+
+def _running(
+    name: str, folders: pytest.TempPathFactory
+) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
+    """Run code in forks of one process; ``env`` comes on top of this environment."""
+    script = Path(__file__).parent / "forks" / f"{name}.py"
+    ours = {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, **ours}
+    server = CheckServer(script, environment, folders.mktemp(name))
+
+    def run(
+        code: str, *arguments: object, env: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        return server.run([code, *map(str, arguments)], 580, env)
+
+    yield run
+    server.close()

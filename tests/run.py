@@ -1,12 +1,15 @@
-"""Run the whole suite: what ``make test`` does without ARGS.
+"""Run the whole suite: what ``make test`` does without ARGS; with ``--all`` what CI does.
+
+``--types`` adds mypy as a job: alone it would leave the other cores idle.
 
 Two tracks take job after job, the longest first, each on its half of the cores, so that neither
 waits for the other and a job with threads takes none from its neighbour. A job is a run of pytest:
 the tests that build images, those that start real workers, then folders. A third track has the
 tests that mostly wait, for helm or for a gateway. A track that has none of its own left takes the
 others' jobs. Tests that measure times have the whole machine to themselves afterwards.
-``PYTEST_ADDOPTS`` reaches all. The last lines say what was skipped for want of a program or a
-device, and count all; the exit status is 1 if a test failed.
+``PYTEST_ADDOPTS`` reaches all. Tests of the mark ``all_forms`` run with ``--all`` only. The last
+lines say what was skipped for want of a program or a device, and count all; the exit status is 1 if
+a test failed.
 """
 
 from __future__ import annotations
@@ -32,6 +35,11 @@ LONG = (
 )
 """The first jobs, in this order. Each makes something once for all its tests: images and their
 checkpoint, a served model, a process that has vLLM imported."""
+MARKED = ("-m", "all_forms")
+"""What pytest leaves out by default: minutes of compiling, for CI and for who changes a kernel."""
+OF_MARKED = "kernels/launch/test_aot.py"
+TYPES = ["mypy"]
+"""A job that is no run of pytest."""
 FOLDERS = ("kernels", "deploy")
 """Each folder in them is of a job, but for what is named elsewhere."""
 LEAST = 24
@@ -81,6 +89,11 @@ class Result(NamedTuple):
 def jobs() -> list[list[str]]:
     """Return the files and folders of each run on the two tracks, the longest first."""
     return [[str(TESTS / name) for name in names] for names in LONG] + _joined(_left_of(FOLDERS))
+
+
+def marked() -> list[str]:
+    """Return the arguments of the run of what has the mark."""
+    return [*MARKED, str(TESTS / OF_MARKED)]
 
 
 def waiting() -> list[list[str]]:
@@ -144,14 +157,16 @@ def wanted_of(output: str) -> Counter[str]:
 
 
 def run(arguments: Sequence[str], say: Callable[[str], object], cores: str | None = None) -> Result:
-    """Run pytest, passing on each line of what it prints.
+    """Run pytest, or what a job is instead, passing on each line of what it prints.
 
     Args:
-        arguments: of pytest.
+        arguments: of pytest; TYPES is a command of its own.
         say: takes the lines.
         cores: the only ones that it may use, as taskset takes them; None for all.
     """
     command = [sys.executable, "-m", "pytest", "-ra", *SLOWEST, *arguments]
+    if arguments == TYPES:
+        command = [sys.executable, "-m", *TYPES]
     if cores is not None:
         command = ["taskset", "--cpu-list", cores, *command]
     lines = []
@@ -204,11 +219,19 @@ def _totals(results: Iterable[Result]) -> tuple[Counter[str], Counter[str]]:
     return counts, wanted
 
 
-def main() -> int:
-    """Run everything; return the exit status."""
+def main(arguments: Sequence[str] = ()) -> int:
+    """Run everything; return the exit status.
+
+    Args:
+        arguments: ``--all`` for the tests with the mark, too, ``--types`` for mypy.
+    """
     started = time.monotonic()
     results, printing = list[Result](), threading.Lock()
     busy, idle = deque(jobs()), deque(waiting())
+    if everything := "--all" in arguments:
+        busy.insert(len(LONG), marked())
+    if "--types" in arguments:
+        busy.insert(len(LONG), TYPES)
     mine, others = halves()
     tracks = (((busy, idle), others), ((idle, busy), None))
     threads = [
@@ -222,6 +245,8 @@ def main() -> int:
         thread.join()
     results.append(run(alone(), sys.stdout.write))
     counts, wanted = _totals(results)
+    if everything:  # what one run leaves out by the mark another has
+        del counts["deselected"]
     if wanted:
         names = ", ".join(f"{many} {name}" for name, many in wanted.most_common())
         sys.stdout.write(f"===== skipped tests want: {names} =====\n")
@@ -232,4 +257,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -76,6 +76,71 @@ def test_folders_of_no_room_and_own_tests_wait(
     assert runner.alone() == []
 
 
+MARKED = """
+import pytest
+
+def test_sample():
+    pass
+
+@pytest.mark.all_forms
+def test_form():
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "counted"),
+    [((), "1 deselected, 2 passed"), (("--all",), "3 passed")],
+)
+def test_what_has_the_mark_runs_where_all_is_asked_for(
+    arguments: tuple[str, ...],
+    counted: str,
+    runner: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert (Path(__file__).parent / runner.OF_MARKED).exists()
+    file = tmp_path / runner.OF_MARKED
+    file.parent.mkdir(parents=True)
+    file.write_text(MARKED)
+    for name in ("TESTS", "LONG", "ALONE", "WAITING"):
+        monkeypatch.setattr(runner, name, tmp_path if name == "TESTS" else ())
+    (tmp_path / "alone.py").write_text("def test_times(): pass")
+    monkeypatch.setattr(runner, "alone", lambda: [str(tmp_path / "alone.py")])
+    options = "-c /dev/null -p no:cacheprovider -m 'not all_forms' -W ignore"
+    monkeypatch.setenv("PYTEST_ADDOPTS", options)
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    runner.main(arguments)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith(f"===== all runs: {counted} in "), last
+
+
+@pytest.mark.parametrize(("text", "status"), [("x: int = 1", 0), ("x: int = ''", 1)])
+def test_types_are_a_job_that_can_fail(
+    text: str,
+    status: int,
+    runner: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "test_own.py").write_text("def test_good(): pass")
+    (tmp_path / "mypy.ini").write_text("[mypy]\nfiles = typed.py")
+    (tmp_path / "typed.py").write_text(text)
+    for name in ("LONG", "ALONE", "WAITING"):
+        monkeypatch.setattr(runner, name, ())
+    monkeypatch.setattr(runner, "TESTS", tmp_path)
+    monkeypatch.setattr(runner, "alone", lambda: [str(tmp_path / "test_own.py")])
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-c /dev/null -p no:cacheprovider")
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.chdir(tmp_path)
+    assert runner.main(["--types"]) == status
+    printed = capsys.readouterr().out
+    assert ("typed.py:1: error" in printed) == bool(status)
+    assert "===== all runs: 2 passed in " in printed
+
+
 def test_small_folders_share_a_start_of_pytest(
     runner: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

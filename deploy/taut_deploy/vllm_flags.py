@@ -33,6 +33,18 @@ def names_one_of(arguments: Sequence[str], flags: Iterable[str]) -> bool:
     return any(is_written_as(flag_of(word), flag) for word in arguments for flag in flags)
 
 
+def is_eager(arguments: Sequence[str]) -> bool:
+    """Whether vLLM is told to compile nothing; it takes the last of two."""
+    asked = {"--enforce-eager": True, "--no-enforce-eager": False}
+    told = [
+        yes
+        for word in arguments
+        for flag, yes in asked.items()
+        if is_written_as(flag_of(word), flag)
+    ]
+    return bool(told) and told[-1]
+
+
 def given_values(
     arguments: Sequence[str], is_meant: Callable[[str], bool]
 ) -> Iterator[tuple[str, str]]:

@@ -1,7 +1,7 @@
 """The whole of the chart in containers: a real worker, the gateway, the smoke and validation Jobs.
 
-One worker serves SmolLM2-135M in W8A8 on a CPU. It answers to the baseline's name, too: two vLLM
-processes do not fit into the time; the compose tests run two.
+One worker serves SmolLM2-135M's first blocks in W8A8 on a CPU. It answers to the baseline's name,
+too: two vLLM processes do not fit into the time; the compose tests run two.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from built_images import image, model_home
 from container_engine import engine, wait_for
 from podman_pods import Node, Pod, node
 
+from taut_deploy.checkpoint import Golden, read_manifest
+
 pytestmark = [needs_helm, pytest.mark.timeout(3600)]  # the first test may build the images
 MODEL = "smollm2-135m-instruct"
-PROMPT = "The capital of France is"
 NEW_POLICY = "/models/policies/{}.yaml"
 POLICIES: dict[str, Document] = {
     # Wide enough for a handful of sequences, so that the verdict is about the Job alone.
@@ -46,9 +47,18 @@ SMALL = {
 }
 
 
+def known() -> Golden:
+    """What the checkpoint answers, as its manifest says."""
+    golden = read_manifest(model_home() / "checkpoints" / "w8a8").golden
+    assert golden is not None
+    return golden
+
+
 def values() -> Document:
     """The smallest set, with a baseline and the validation Job; Services have the pods' port."""
     found = changed(set_values("cpu-minimal"), "gateway.service", {"port": 8000})
+    golden = {"prompt": known().prompt, "expected_text": known().expected_text}
+    found = changed(found, "model.gateway.golden", golden)
     found = changed(found, "model.maxModelLen", 256)
     # Compiling takes minutes and is vLLM's alone; the end-to-end tests do it.
     found["variants"][0]["vllmArgs"] = ["--enforce-eager"]
@@ -136,7 +146,8 @@ def startup_probe(pod: Pod) -> tuple[int, str]:
 
 def ask(pod: Pod, **fields: object) -> tuple[int, Any]:
     with closing(http.client.HTTPConnection(pod.address, 8000, timeout=120)) as connection:
-        body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 4, "temperature": 0, **fields}
+        known_prompt = {"model": MODEL, "prompt": known().prompt}
+        body = {**known_prompt, "max_tokens": 4, "temperature": 0, **fields}
         headers = {"content-type": "application/json"}
         connection.request("POST", "/v1/completions", json.dumps(body), headers)
         answer = connection.getresponse()
@@ -154,8 +165,9 @@ def test_worker_starts_with_one_correct_token(cluster: Cluster):
 
     wait_for(alive, 1200, lambda: cluster.worker.logs("worker"))
     script, directory = "/etc/taut/scripts/startup_probe.py", "/models/checkpoints/w8a8"
-    other = cluster.worker.exec("worker", "python3", script, MODEL, directory, PROMPT, " Rome")
-    assert other == (1, "answered ' Paris' instead of ' Rome'\n")
+    wrong = (MODEL, directory, known().prompt, " Rome")
+    other = cluster.worker.exec("worker", "python3", script, *wrong)
+    assert other == (1, f"answered {known().expected_text!r} instead of ' Rome'\n")
     assert cluster.worker.exec("worker", "id", "-u") == (0, "10001\n")
     assert cluster.worker.exec("worker", "touch", "/x")[0] == 1
 
@@ -164,7 +176,7 @@ def test_completion_through_the_gateway(cluster: Cluster):
     wait_for(lambda: is_ready(cluster.gateway), 300, lambda: cluster.gateway.logs("gateway"))
     status, answer = ask(cluster.gateway)
     assert status == 200, answer
-    assert answer["choices"][0]["text"].startswith(" Paris")
+    assert answer["choices"][0]["text"].startswith(known().expected_text)
     assert answer["usage"]["completion_tokens"] == 4
 
 

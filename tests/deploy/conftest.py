@@ -4,13 +4,10 @@ path), and keeps the tiny models of these tests on one thread."""
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from check_server import CheckServer
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -24,22 +21,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="session")
-def run_with_transformers(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
-    """Run code in a process that has torch and transformers imported: see with_transformers.py."""
-    script = Path(__file__).parents[1] / "forks" / "with_transformers.py"
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
-    server = CheckServer(script, env, tmp_path_factory.mktemp("transformers"))
-
-    def run(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-        return server.run([code, *map(str, arguments)], 580)
-
-    yield run
-    server.close()
 
 
 @pytest.fixture

@@ -337,6 +337,16 @@ def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(mistake, run):
     assert message in err
 
 
+def test_a_model_that_is_not_there_is_named_before_the_compressor_is_imported(room):
+    code = (
+        "import sys; from taut_deploy import cli; sys.argv = ['taut', 'compress', 'no-such-model',"
+        " '--recipe', 'w8a8', '--output', 'o']; print(cli.main(), 'torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(room))
+    assert done.stdout.split() == ["2", "False"], done.stderr
+
+
 def test_the_console_script_refuses_an_altered_checkpoint(room, tmp_path):
     import shutil
 

@@ -107,6 +107,32 @@ def test_only_a_worker_on_a_cpu_is_told(monkeypatch, platform, added):
     assert {name: told[name] for name in told if name.startswith("OMP_NUM")} == added
 
 
+@pytest.mark.parametrize(
+    ("extra", "added"),
+    [
+        ((), {}),
+        (("--enforce-eager",), {"TORCHDYNAMO_DISABLE": "1"}),
+        (("--max-num-seqs", "4", "--enforce_eager"), {"TORCHDYNAMO_DISABLE": "1"}),
+        (("--enforce-eager", "--no-enforce-eager"), {}),
+        (("--no-enforce-eager", "--enforce-eager"), {"TORCHDYNAMO_DISABLE": "1"}),
+    ],
+)
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_a_worker_on_a_cpu_that_compiles_nothing_has_no_compiler(
+    platform, extra, added, monkeypatch
+):
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    monkeypatch.setenv("TAUT_KERNELS", "off")
+    given = {"name": "n", "max_model_len": 64, "fused_ops": False, "decode_attention": False}
+    spec = WorkerSpec(Path("c"), kernels="off", extra=extra, **given)
+    told = command_for(spec, None, platform).environment
+    # On a card the function's kernel saves memory, and Triton compiles it in no time.
+    expected = added if platform == "cpu" else {}
+    assert {name: told[name] for name in told if "DYNAMO" in name} == expected
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
+    assert "TORCHDYNAMO_DISABLE" not in command_for(spec, None, platform).environment
+
+
 def test_a_forked_engine_finds_torch_s_openmp_first_as_a_spawned_one_does():
     added = before_imports({"LD_PRELOAD": "/lib/other.so"})
     other, _, openmp = added["LD_PRELOAD"].partition(":")

@@ -88,6 +88,28 @@ def test_a_model_without_a_head_of_its_own_is_tied_as_the_format_says(tmp_path):
     assert '"tie_word_embeddings": true' in (tmp_path / "s/t/config.json").read_text()
 
 
+def test_transformers_parses_a_file_once(tmp_path, monkeypatch):
+    import gguf as reading
+
+    parsed, tables = [], []
+    reader, table = reading.GGUFReader, reading.get_tensor_name_map
+
+    def parse(path, *arguments):
+        parsed.append(path)
+        return reader(path, *arguments)
+
+    def make_table(*of):
+        tables.append(of)
+        return table(*of)
+
+    monkeypatch.setattr(reading, "GGUFReader", parse)
+    monkeypatch.setattr(reading, "get_tensor_name_map", make_table)
+    for name in ("a", "b"):  # nothing is kept for another file
+        ModelStore(tmp_path / "s").fetch(str(write_gguf(tmp_path / f"{name}.gguf")))
+    assert [os.path.basename(path) for path in parsed] == ["a.gguf", "b.gguf"]  # noqa: PTH119
+    assert len(tables) == 2
+
+
 def test_the_header_says_what_the_writer_wrote(tmp_path):
     header = read_header(write_gguf(tmp_path / "t.gguf"))
     assert header.architecture == "llama"

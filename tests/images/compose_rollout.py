@@ -69,7 +69,7 @@ from taut_deploy.bench.rollout_harm import Harm, harmed_copy
 link = Path("/models/serving/compressed")
 source = link.resolve()
 harmed = source.with_name(source.name + "-harmed")
-print(len(harmed_copy(source, harmed, Harm("*.layers.1?.*weight_scale", 3.0))))
+print(len(harmed_copy(source, harmed, Harm("*.layers.[12].*weight_scale", 3.0))))
 fresh = link.with_name("fresh")
 fresh.symlink_to(os.path.relpath(harmed, link.parent))
 fresh.replace(link)

@@ -1,7 +1,7 @@
 """The worker's image: vLLM with taut's kernels, a compressed checkpoint, real completions.
 
 The worker compiles with an empty cache, hence a random model of two layers: thirty take minutes.
-What SmolLM2 says in this image is asked in ``test_compose_up.py`` and of the chart's pods.
+SmolLM2's own blocks run in this image in ``test_compose_up.py`` and in the chart's pods.
 """
 
 from __future__ import annotations

@@ -124,14 +124,14 @@ def _quantised_linear(
     return tensors
 
 
-def _state_dict(down_group_size: int) -> dict[str, torch.Tensor]:
+def _state_dict(down_group_size: int, layers: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(7)
     state = {
         "model.embed_tokens.weight": torch.randn(VOCABULARY, HIDDEN, generator=generator),
         "lm_head.weight": torch.randn(VOCABULARY, HIDDEN, generator=generator) * 0.5,
         "model.norm.weight": torch.ones(HIDDEN),
     }
-    for layer in range(LAYERS):
+    for layer in range(layers):
         prefix = f"model.layers.{layer}"
         state[f"{prefix}.input_layernorm.weight"] = torch.ones(HIDDEN)
         state[f"{prefix}.post_attention_layernorm.weight"] = torch.ones(HIDDEN)
@@ -157,7 +157,7 @@ def _group(targets: list[str], group_size: int, symmetric: bool) -> dict[str, An
     return {"targets": targets, "weights": weights, "input_activations": None}
 
 
-def _config(down_group_size: int) -> dict[str, Any]:
+def _config(down_group_size: int, layers: int) -> dict[str, Any]:
     groups = {
         "group_0": _group([r"re:.*self_attn\..*"], 64, symmetric=True),
         "group_1": _group([r"re:.*mlp\.(gate|up)_proj$"], 32, symmetric=False),
@@ -168,7 +168,7 @@ def _config(down_group_size: int) -> dict[str, Any]:
         "model_type": "llama",
         "hidden_size": HIDDEN,
         "intermediate_size": INTERMEDIATE,
-        "num_hidden_layers": LAYERS,
+        "num_hidden_layers": layers,
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
         "head_dim": 64,
@@ -207,14 +207,15 @@ def _write_tokenizer(directory: Path) -> None:
 
 
 @pytest.fixture(scope="session")
-def make_tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """Write a random pack-quantized Llama; the argument is down_proj's group size."""
+def make_tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Write a random pack-quantized Llama; arguments are down_proj's group size, and layers."""
     from safetensors.torch import save_file
 
-    def make(down_group_size: int) -> Path:
+    def make(down_group_size: int, layers: int = LAYERS) -> Path:
         directory = tmp_path_factory.mktemp(f"tiny_llama_g{down_group_size}")
-        save_file(_state_dict(down_group_size), directory / "model.safetensors", {"format": "pt"})
-        (directory / "config.json").write_text(json.dumps(_config(down_group_size)))
+        state = _state_dict(down_group_size, layers)
+        save_file(state, directory / "model.safetensors", {"format": "pt"})
+        (directory / "config.json").write_text(json.dumps(_config(down_group_size, layers)))
         _write_tokenizer(directory)
         return directory
 

@@ -75,10 +75,6 @@ def compress(
     as_json: JsonFlag = False,
 ) -> None:
     """Compress a model into a checkpoint that vLLM, transformers and 'taut worker' load."""
-    from taut_deploy.compress import pipeline
-    from taut_deploy.compress.job import CompressionJob
-    from taut_deploy.compress.pipeline_plan import plan as make_plan
-
     require_machine(served_by)
     chosen = with_target(
         load_recipe(recipe), target.target_bits, target.target_bytes, target.max_kl
@@ -89,6 +85,11 @@ def compress(
         raise OutputError("--output: give the checkpoint directory to make")
     place = home.checkpoints / "plan" if output is None else checked_output(output)
     record = fetch_model(home, model, trust_remote_code=trust_remote_code)
+    # Seconds of imports, which no mistake above waits for.
+    from taut_deploy.compress import pipeline
+    from taut_deploy.compress.job import CompressionJob
+    from taut_deploy.compress.pipeline_plan import plan as make_plan
+
     job = CompressionJob(
         record,
         chosen,
@@ -116,11 +117,11 @@ def _shared(recipe: Recipe, options: SharingOptions) -> tuple[str, tuple[str, ..
         OutputError: a device is not there, or the options contradict each other.
         RecipeError: the recipe has nothing to share.
     """
-    from taut_deploy.compress.by_weights import require_by_weights
-
     require_device(options.device)
     if not options.workers and options.devices is None:
         return options.device, ()
+    from taut_deploy.compress.by_weights import require_by_weights
+
     flag = "--workers" if options.workers else "--devices"
     if options.workers and options.devices is not None:
         raise OutputError("--workers: processes share the CPU; leave --devices out")

@@ -12,11 +12,13 @@ def require_device(device: str) -> None:
     Raises:
         OutputError: it is not.
     """
-    import torch
-
     if device not in {"cpu", "cuda"}:
         raise OutputError(f"--device {device}: use cpu or cuda")
-    if device == "cuda" and not torch.cuda.is_available():
+    if device == "cpu":
+        return
+    import torch
+
+    if not torch.cuda.is_available():
         raise OutputError("--device cuda: torch sees no CUDA device here; use --device cpu")
 
 

@@ -16,6 +16,7 @@ from taut_deploy.errors import ModelError
 from taut_deploy.files import require_free_space, safetensors_disk_errors
 from taut_deploy.models.gguf_header import GgufHeader, read_header
 from taut_deploy.models.gguf_parts import join_parts, parts_of, stem_of
+from taut_deploy.models.gguf_reading import read_once
 
 _READ_ERRORS = (
     ValueError,
@@ -50,12 +51,14 @@ def convert_gguf(source: Path, destination: Path) -> None:
     """
     parts = parts_of(source)
     if len(parts) == 1:
-        _convert(source, destination)
+        with read_once():
+            _convert(source, destination)
         return
     with tempfile.TemporaryDirectory(dir=destination) as work:
         whole = Path(work) / f"{stem_of(source)}.gguf"
         join_parts(parts, whole)
-        _convert(whole, destination)
+        with read_once():
+            _convert(whole, destination)
 
 
 def _convert(source: Path, destination: Path) -> None:
@@ -105,8 +108,12 @@ def _save(loaded: Any, tokenizer: Any, destination: Path) -> None:
     config.quantization_config = None
     del config.quantization_config
     config._name_or_path = ""
-    fresh = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
-    fresh.load_state_dict(loaded.state_dict())
+    with torch.device("meta"):  # it takes the weights over: neither storage nor random numbers
+        fresh = AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, trust_remote_code=False
+        )
+    fresh.load_state_dict(loaded.state_dict(), assign=True)
+    fresh.tie_weights()
     fresh.generation_config = loaded.generation_config
     fresh.save_pretrained(destination)
     tokenizer.save_pretrained(destination)

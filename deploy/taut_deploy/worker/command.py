@@ -155,6 +155,7 @@ def command_for(spec: WorkerSpec, manifest: Manifest | None, platform: Platform)
     if platform == "cpu":
         told |= cpu_layout.environment_of(spec.extra, os.environ, cpu_layout.cores_here())
         told |= cpu_layout.before_imports(os.environ)
+        told |= cpu_layout.without_compiler(spec.extra, os.environ)
     if verdicts is not None:
         told[measured_here.VARIABLE] = str(verdicts)
     return replace(command, environment=command.environment | told)

@@ -12,12 +12,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from taut_deploy.vllm_flags import PARALLEL_FLAGS, names_one_of
+from taut_deploy.vllm_flags import PARALLEL_FLAGS, is_eager, names_one_of
 
 _TOPOLOGY = Path("/sys/devices/system")
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 ONE_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
 """``0``: engine and model share a process."""
+DYNAMO = "TORCHDYNAMO_DISABLE"
+"""``1``: what torch is told to compile runs as it is."""
 _BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 _EXECUTOR_FLAGS = (*PARALLEL_FLAGS, "--distributed-executor-backend", "--nnodes", "-n")
 _OPENMP = ("libomp", "libgomp", "libiomp")
@@ -82,6 +84,19 @@ def environment_of(
         # that wait for a thread without a core multiply a step's time.
         added["OMP_NUM_THREADS"] = str(max(1, (cores.count - 1) // workers))
     return added
+
+
+def without_compiler(extra: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
+    """Return what keeps Inductor out of a worker that compiles nothing (``--enforce-eager``).
+
+    vLLM has it compile a small function of log-probabilities all the same: 13 CPU-seconds of g++
+    while the first request for them waits.
+
+    Args:
+        extra: arguments for vLLM.
+        environment: what the worker inherits; what it says itself stays.
+    """
+    return {DYNAMO: "1"} if is_eager(extra) and not environment.get(DYNAMO) else {}
 
 
 def before_imports(environment: Mapping[str, str]) -> dict[str, str]:

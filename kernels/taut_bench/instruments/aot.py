@@ -136,13 +136,14 @@ def compile_variant(variant: KernelVariant) -> AotResult:
     return AotResult(target, variant.label, name, registers, spill_bytes, shared_bytes, failure)
 
 
-def chosen(target: str, every: int = 1) -> list[int]:
+def chosen(target: str, every: int | None = 1) -> list[int]:
     """Number the variants of a target, or a sample of them.
 
     Args:
         target: a key of `SHARED_MEMORY_BYTES`.
         every: 1 for all; N for the first tile of every form and size (they share a label) and every
-            Nth; 0 for the first of every form, whatever its sizes.
+            Nth; 0 for the first of every form, whatever its sizes; None for the first of every
+            kernel, whatever its form.
 
     Returns:
         Places in :func:`every_variant`, ascending.
@@ -151,7 +152,8 @@ def chosen(target: str, every: int = 1) -> list[int]:
     found = []
     of_target = ((i, v) for i, v in enumerate(every_variant()) if target == v.target)
     for count, (place, variant) in enumerate(of_target):
-        kind = variant.label if every else variant.form
+        kernel, _ = variant.form
+        kind = kernel if every is None else variant.label if every else variant.form
         if (every and count % every == 0) or kind not in seen:
             found.append(place)
         seen.add(kind)
@@ -168,7 +170,9 @@ def _compile_in_worker(place: int) -> AotResult:
     return compile_variant(_variants()[place])
 
 
-def compile_all(targets: Iterable[str], *, every: int = 1, jobs: int = 1) -> Iterator[AotResult]:
+def compile_all(
+    targets: Iterable[str], *, every: int | None = 1, jobs: int = 1
+) -> Iterator[AotResult]:
     """Compile the variants of targets, one result at a time, in their order.
 
     Args:

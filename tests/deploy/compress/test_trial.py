@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -33,17 +30,19 @@ code = main()
 held = [line for line in open("/proc/self/status") if line.startswith("VmHWM")]
 print(json.dumps({"code": code, "peak": int(held[0].split()[1]) * 1024}), file=sys.stderr)
 """
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
 
 
-def taut(home: Path, *words: object) -> tuple[str, int]:
-    """What a command printed, and the most memory it held."""
-    argv = [sys.executable, "-c", RUN, *map(str, words)]
-    environment = {**ENVIRONMENT, "TAUT_HOME": str(home)}
-    done = subprocess.run(argv, capture_output=True, text=True, env=environment, check=False)
-    told = json.loads(done.stderr.splitlines()[-1])
-    assert told["code"] in (0, None), done.stderr[-2000:]
-    return done.stdout, told["peak"]
+@pytest.fixture
+def taut(run_with_compressor):
+    """What a command printed, and the most memory its process held, a fork of the compressor's."""
+
+    def taut(home: Path, *words: object) -> tuple[str, int]:
+        done = run_with_compressor(RUN, *words, env={"TAUT_HOME": str(home)})
+        told = json.loads(done.stderr.splitlines()[-1])
+        assert told["code"] in (0, None), done.stderr[-2000:]
+        return done.stdout, told["peak"]
+
+    return taut
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +61,7 @@ def data_of(recipe: str, text: Path) -> dict:
 
 
 @pytest.mark.parametrize("recipe", ["w4a16", "w8a8"])
-def test_the_foretold_memory_is_what_the_run_takes(recipe, tmp_path):
+def test_the_foretold_memory_is_what_the_run_takes(recipe, taut, tmp_path):
     # Large enough for statistics and hidden states to count beside the interpreter's 500 MB.
     model = write_llama(tmp_path / "m", hidden=512, intermediate=2048, layers=2)
     text = write_text(tmp_path / "t.txt", 9000, seed=5)

@@ -1,6 +1,7 @@
 """Kernels × tiles compile for sm_80 and sm_90: no GPU, no spills, within shared memory.
 
-Of every form one tile, or what TAUT_AOT_EVERY says; `make aot` compiles all.
+Here every kernel once; what has the mark `all_forms`, CI runs: one tile of every form, or what
+TAUT_AOT_EVERY says. `make aot` compiles all.
 """
 
 from __future__ import annotations
@@ -21,21 +22,35 @@ EVERY = int(os.environ.get("TAUT_AOT_EVERY", "0"))
 aot` does: 12 minutes of a core, 30 of an old one."""
 
 
+def compiled_clean(target: str, every: int | None) -> list[aot.AotResult]:
+    """Compile a sample, none of which may fail."""
+    # A process more for each core of ours imports torch, and makes every variant, once more.
+    cores = len(os.sched_getaffinity(0))
+    results = list(aot.compile_all([target], every=every, jobs=cores))
+    assert [result for result in results if result.failure is not None] == []
+    # A pointwise kernel shares nothing.
+    assert all(0 < result.registers <= 255 and result.shared_bytes >= 0 for result in results)
+    return results
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_every_kernel_compiles_clean(target: str) -> None:
+    kernels = {variant.kernel for variant in aot.every_variant() if variant.target == target}
+    assert len(compiled_clean(target, None)) == len(kernels)
+
+
+@pytest.mark.all_forms
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 def test_variants_compile_clean(target: str) -> None:
-    # A process more for each core of ours imports torch, and makes every variant, once more.
-    cores = len(os.sched_getaffinity(0))
-    results = list(aot.compile_all([target], every=EVERY, jobs=cores))
+    results = compiled_clean(target, EVERY)
     of_target = [v for v in aot.every_variant() if v.target == target]
     if EVERY:
         assert len(results) >= len(of_target) / EVERY
         assert {result.label for result in results} == {v.label for v in of_target}
     compiled = {result.label for result in results}
     assert {v.form for v in of_target if v.label in compiled} == {v.form for v in of_target}
-    assert [result for result in results if result.failure is not None] == []
-    # A pointwise kernel shares nothing.
-    assert all(0 < result.registers <= 255 and result.shared_bytes >= 0 for result in results)
 
 
 def _first() -> KernelVariant:
@@ -96,6 +111,13 @@ def test_the_smallest_sample_has_every_form_once() -> None:
     assert "w4a16_wgmma_tma bf16 asym group=32 " in labels
     assert {"rms_norm_quant fp8 ", "rope neox ", "paged_decode fp8  g4 T=1 "} <= labels
     assert not [label for label in labels if "N=4096" in label]
+
+
+def test_the_default_sample_has_every_kernel_once() -> None:
+    variants = list(aot.every_variant())
+    kernels = [variants[place].kernel for place in aot.chosen("sm_80", None)]
+    assert len(kernels) == len(set(kernels))
+    assert set(kernels) == {v.kernel for v in variants if v.target == "sm_80"}
 
 
 @pytest.mark.parametrize("option", ["--every", "--jobs"])
