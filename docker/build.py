@@ -31,6 +31,7 @@ LOCKS = {
 DEFAULT = ("gateway", "worker-cpu", "toolbox")
 _PACKAGES = "opt/lock/debian-packages.txt"
 _WITH_TORCH = frozenset({"worker-cpu", "toolbox"})
+_COMPILED = frozenset({"gateway"})
 
 
 class BuildError(Exception):
@@ -62,6 +63,7 @@ class Options:
         wheels: directory with every wheel the locks name; no index is asked then.
         pip_conf: pip's settings for the build, given as a secret.
         torch_index: index of CPU builds of torch.
+        compiled: whether the gateway's hot path is compiled.
         publish: where Docker pushes instead of keeping the image here.
     """
 
@@ -70,6 +72,7 @@ class Options:
     wheels: Path | None = None
     pip_conf: Path | None = None
     torch_index: str | None = None
+    compiled: bool = True
     publish: Publish | None = None
 
 
@@ -106,6 +109,8 @@ def build_command(image: str, options: Options) -> list[str]:
         command += ["--build-arg", f"BASE_IMAGE={options.base_image}"]
     if options.torch_index is not None and image in _WITH_TORCH:
         command += ["--build-arg", f"TAUT_TORCH_INDEX={options.torch_index}"]
+    if not options.compiled and image in _COMPILED:
+        command += ["--build-arg", "TAUT_COMPILE=0"]
     if options.pip_conf is not None:
         command += ["--secret", f"id=pip_conf,src={options.pip_conf}"]
     if options.wheels is not None:
@@ -122,6 +127,8 @@ def download_wheels(images: Sequence[str], folder: Path, python: str = sys.execu
     locks = ["build", *(lock for image in images for lock in LOCKS[image])]
     if not _WITH_TORCH.isdisjoint(images):
         locks.append("torch-cpu")
+    if not _COMPILED.isdisjoint(images):
+        locks.append("compile")
     files = [ROOT / "requirements" / f"{lock}.txt" for lock in dict.fromkeys(locks)]
     wanted = hashlib.sha256(b"".join(file.read_bytes() for file in _with_included(files)))
     mark = folder / ".locks"
@@ -274,6 +281,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--pip-conf", type=Path, help="pip's settings for the build (a secret)")
     parser.add_argument("--torch-index", help="index of CPU builds of torch")
     parser.add_argument(
+        "--no-compile", action="store_true", help="leave the gateway Python, without a C compiler"
+    )
+    parser.add_argument(
         "--sbom",
         type=Path,
         default=ROOT / "dist" / "sbom",
@@ -307,7 +317,14 @@ def main() -> int:
         if not given.no_sbom:
             find_syft()
         wheels = given.wheels.resolve() if given.wheels else None
-        options = Options(engine, given.base_image, wheels, given.pip_conf, given.torch_index)
+        options = Options(
+            engine,
+            given.base_image,
+            wheels,
+            given.pip_conf,
+            given.torch_index,
+            compiled=not given.no_compile,
+        )
         if wheels is not None:
             download_wheels(images, wheels)
         for image in images:

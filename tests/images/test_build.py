@@ -62,6 +62,15 @@ def test_settings_of_pip_travel_as_a_secret(tmp_path: Path):
     )
 
 
+def test_only_the_gateway_is_told_not_to_compile():
+    build = build_module()
+    plain = build.Options("docker", compiled=False)
+    assert "TAUT_COMPILE=0" in build.build_command("gateway", plain)
+    assert "TAUT_COMPILE=0" not in build.build_command("toolbox", plain)
+    told = build.build_command("gateway", build.Options("docker"))
+    assert not any(part.startswith("TAUT_COMPILE") for part in told)
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

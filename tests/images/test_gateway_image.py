@@ -73,6 +73,16 @@ def test_gateway_answers_whole_and_streamed(served: Gateway):
     assert len(events) >= 5 and events[-1] == b"[DONE]"
 
 
+def test_the_hot_path_is_compiled_and_says_so(served: Gateway):
+    status, body = call(served.port, "GET", "/version")
+    assert (status, json.loads(body)["build"]) == (200, "compiled")
+    assert "hot path: compiled" in served.container.logs()
+    look = "from taut_service import call; from taut_service.http import sse; "
+    look += "print(call.__file__, sse.__file__)"
+    files = served.container.exec("/opt/taut/bin/python", "-c", look).stdout.split()
+    assert len(files) == 2 and all(file.endswith(".so") for file in files), files
+
+
 def test_gateway_runs_without_rights_and_without_a_writable_root(served: Gateway):
     assert served.container.exec("id").stdout.startswith("uid=10001(taut) gid=10001(taut)")
     status = served.container.exec("cat", "/proc/1/status").stdout.split("\n")
@@ -169,7 +179,8 @@ def test_pip_settings_of_a_build_stay_out_of_its_layers(tmp_path: Path):
     path.write_text(f"[global]\nno-index = true\nuser-agent-user-data = {secret}\n")
     build, here, name = build_module(), engine(), "localhost/taut/built-with-a-secret"
     image("gateway")  # fills the wheels
-    options = build.Options("buildah", base_image(), here.storage / "wheels", pip_conf=path)
+    wheels = here.storage / "wheels"
+    options = build.Options("buildah", base_image(), wheels, pip_conf=path, compiled=False)
     command = build.build_command("gateway", options)
     # One stage is enough: every step gets the settings in the same way.
     command[command.index("--layers")] = "--no-cache"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -11,6 +12,7 @@ import pytest
 from anthropic.types import MessageParam
 from gateway_harness import gateway, settings_for
 from mock_engine import Faults, MockEngine
+from node_sdk import needs_node_sdk, run_node
 
 SAID: list[MessageParam] = [{"role": "user", "content": "hello"}]
 
@@ -95,3 +97,36 @@ async def test_message_errors_have_their_classes(
         body = raised.value.body
         assert isinstance(body, dict)
         assert body["request_id"] == raised.value.response.headers["x-request-id"]
+
+
+_NODE_STREAM = """
+const parts = await client.chat.completions.create({
+  model, messages: [{role: "user", content: "hello"}], stream: true,
+  stream_options: {include_usage: true},
+});
+let text = "", tokens = 0;
+for await (const part of parts) {
+  text += part.choices[0]?.delta?.content ?? "";
+  tokens = part.usage?.completion_tokens ?? tokens;
+}
+return {text, tokens};
+"""
+
+
+@needs_node_sdk
+@pytest.mark.parametrize(
+    ("faults", "model", "found"),
+    [
+        (Faults(), "m", {"text": " tok tok tok tok", "tokens": 4}),
+        (Faults(), "other", {"error": "NotFoundError"}),
+        (Faults(status=500), "m", {"error": "InternalServerError"}),
+        (Faults(kill_at_byte=400, tokens=20), "m", {"error": "APIError"}),
+    ],
+    ids=["whole", "no such model", "worker fails", "broken off"],
+)
+async def test_openai_s_library_for_node(faults: Faults, model: str, found: dict[str, object]):
+    async with MockEngine(faults) as engine, gateway(settings_for(engine.url)) as harness:
+        url = f"http://127.0.0.1:{harness.port}"
+        said = await asyncio.to_thread(run_node, url, model, _NODE_STREAM)
+        assert said.pop("message", "x"), "an error says something"
+        assert said == found

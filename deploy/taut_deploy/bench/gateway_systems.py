@@ -160,6 +160,14 @@ def _vllm_router(
     return Start(argv, ready_path="/health")
 
 
+def _smg(_: Path, programs: Path, ports: Sequence[int], port: int) -> Start:
+    argv = [str(programs / "smg"), "launch", "--host", "127.0.0.1", "--port", str(port)]
+    argv += ["--policy", "cache_aware", "--worker-urls", *_urls(ports)]
+    argv += ["--max-concurrent-requests", str(MAX_OPEN), "--prometheus-port", str(free_port())]
+    argv += ["--worker-startup-check-interval", "1"]
+    return Start(argv, ready_path="/health")
+
+
 def _litellm(folder: Path, programs: Path, ports: Sequence[int], port: int) -> Start:
     file = folder / "litellm.yaml"
     deployments = [
@@ -290,6 +298,7 @@ RIVALS: Mapping[str, System] = {
             ("vllm-router==0.1.17",),
             partial(_vllm_router, policy="round_robin"),
         ),
+        System("smg", "cache_aware (its default), metrics, log", ("smg==1.13.0",), _smg),
         System(
             "litellm",
             "1 worker process, master key, no database",

@@ -167,7 +167,7 @@ def gateway(
     rivals: Annotated[
         str | None,
         typer.Option(
-            help="vllm-router, vllm-router-round-robin, litellm, envoy with commas, or none; "
+            help="vllm-router, vllm-router-round-robin, smg, litellm, envoy with commas, or none; "
             "default: all of them."
         ),
     ] = None,
