@@ -34,7 +34,7 @@ class ExampleError(Exception):
 
 
 def write_validation(source: Path, target: Path) -> None:
-    """Copy a validation's report, and take pictures of its page in both schemes.
+    """Copy a validation's report and its page, and take pictures of that in both schemes.
 
     Args:
         source: ``--output`` of ``taut validate``.
@@ -43,7 +43,7 @@ def write_validation(source: Path, target: Path) -> None:
     Raises:
         ExampleError: a file is missing, there is no Chromium, or it is too large.
     """
-    copy_texts(source, target, ("report.json", "report.md"))
+    copy_texts(source, target, ("report.json", "report.md", "report.html"))
     page = _there(source, "report.html").resolve().as_uri()
     for scheme in _SCHEMES:
         file = target / f"report-{scheme}.png"

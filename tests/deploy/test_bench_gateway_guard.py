@@ -7,6 +7,7 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -14,16 +15,19 @@ from typer.testing import CliRunner
 from taut_deploy.bench import gateway_guard
 from taut_deploy.bench.gateway_guard import LOADS, Compared, Pair, Turn, process_seconds
 from taut_deploy.bench.gateway_guard_report import document, markdown, write
+from taut_deploy.bench.gateway_process import Running
 from taut_deploy.bench.mock_readings import read, tokenized
 from taut_deploy.cli import app
 from taut_deploy.errors import MeasureError, WorkerError
 from taut_service.guard.divergence import diverge, expected, read_distributions
 
+SIDES = ("off", "on")
 HOST = {"cpu": "2 x test", "date": "2026-11-27"}
 
 
 def turn(cpu_ms: float, *latencies: float, compared: int = 0) -> Turn:
-    return Turn(cpu_ms, latencies, 0, {"compared": compared, "load": 0} if compared else {})
+    drawn = {"compared": compared, "load": 0} if compared else {}
+    return Turn(cpu_ms, latencies, 0, drawn, charged_ms=2.0 * compared)
 
 
 def found() -> Compared:
@@ -43,6 +47,8 @@ def test_report_has_the_median_of_the_pairs_their_range_and_how_much_was_compare
     assert "| p50 ms | 2 | 2 | 1.000 |" in text
     assert "| p99 ms | 5 | 6 | 1.200 |" in text
     assert "Compared: 3 of 6 answers (50.0%)." in text
+    # On two answers each 0.2, 0 and 2 ms more.
+    assert "A comparison: 1.5 CPU ms more, 2 by the guard's budget." in text
     assert "3 pairs of 3 s" in text
     assert "2 x test" in text
 
@@ -101,6 +107,13 @@ def test_short_run_compares_answers_and_measures_both(
     monkeypatch.setattr(gateway_guard, "SHARE", 0.5)
     # In 0.4 s the clients' work need not earn one comparison.
     monkeypatch.setattr(gateway_guard, "_ROOM", {**gateway_guard._ROOM, "max_cpu_share": None})
+    started: list[str] = []
+
+    def start(name: str, *rest: Any) -> Running:
+        started.append(name)
+        return Running(name, *rest)
+
+    monkeypatch.setattr(gateway_guard, "Running", start)
     arguments = ["bench", "gateway", "--guard", "--rounds", "1", "--seconds", "0.4"]
     arguments += ["--output", str(tmp_path / "out"), "--json"]
     done = CliRunner().invoke(app, arguments, catch_exceptions=False)
@@ -110,8 +123,12 @@ def test_short_run_compares_answers_and_measures_both(
         assert len(told["cpu_ms"]["ratios"]) == 2
         assert min(told["cpu_ms"]["ratios"]) > 0
         assert told["drawn"]["compared"] > 0
+        assert told["comparison_ms"]["charged"] > 0
         assert told["answered_with_guard"] == 2 * int(load.rate * 0.4)
         assert 0 < told["p50_ms"]["on"] <= told["p99_ms"]["on"]
     assert {file.name for file in (tmp_path / "out").iterdir()} == {"guard.csv", "guard.md"}
     rows = list(csv.DictReader((tmp_path / "out" / "guard.csv").open()))
     assert {row["guard_first"] for row in rows} == {"0", "1"}
+    compared = {side: [int(r["compared"]) for r in rows if r["guard"] == side] for side in SIDES}
+    assert (max(compared["off"]), min(compared["on"]) > 0) == (0, True)
+    assert started == ["the gateway"], "two processes differ by more than a guard costs"

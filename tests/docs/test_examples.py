@@ -65,6 +65,15 @@ def test_an_example_is_small_shown_and_names_no_machine(example: str) -> None:
             assert not any(place in text for place in ("/root", "/home/", "/work/", "/tmp/"))
 
 
+def test_the_page_of_the_validation_opens_by_itself_and_says_what_the_json_says() -> None:
+    folder = EXAMPLES / "validation"
+    page = (folder / "report.html").read_text()
+    report = json.loads((folder / "report.json").read_text())
+    assert report["verdict"] in page.split("</h1>")[0]
+    assert report["text"]["sha256"][:12] in page
+    assert "<script" not in page and "<link" not in page
+
+
 def a_run(folder: Path) -> Path:
     (folder / "rollout").mkdir(parents=True)
     (folder / "report.md").write_text(f"model {Path.home()}/models/m at {folder}/out\n")

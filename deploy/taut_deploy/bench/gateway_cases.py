@@ -104,7 +104,9 @@ class Case:
     higher_is_better: bool
 
 
-def call(port: int, method: str, path: str, body: str = "") -> bytes:
+def call(
+    port: int, method: str, path: str, body: str = "", headers: Mapping[str, str] | None = None
+) -> bytes:
     """Make one small request outside the measured load.
 
     Raises:
@@ -112,7 +114,7 @@ def call(port: int, method: str, path: str, body: str = "") -> bytes:
     """
     connection = http.client.HTTPConnection(HOST, port, timeout=10)
     try:
-        connection.request(method, path, body)
+        connection.request(method, path, body, dict(headers or {}))
         answer = connection.getresponse()
         content = answer.read()
     except (OSError, http.client.HTTPException) as problem:

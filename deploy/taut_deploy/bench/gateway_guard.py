@@ -1,14 +1,17 @@
 """``taut bench gateway --guard``: what the live guard costs the gateway that has it on.
 
-Two gateways run beside each other on one core, alike but for the section ``guard``, and get the
-same load in turn: off, on, on, off. So a drift of the machine hits both, and each round gives two
-pairs in both orders. A turn ends when its last comparisons are done; CPU time is the process's own
-clock, comparisons included, divided by the answers to clients.
+One gateway gets the same load in turn: off, on, on, off. The guard is taken away and given back by
+a reload that leaves the model without its ``baseline``. So a drift of the machine hits both, and
+each round gives two pairs in both orders. Two processes side by side will not do: started alike,
+without any guard, they differ by a tenth in CPU time for as long as they live. A turn ends when its
+last comparisons are done; CPU time is the process's own clock, comparisons included, divided by the
+answers to clients.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import re
 import statistics
@@ -21,6 +24,7 @@ from functools import partial
 from pathlib import Path
 
 import uvloop
+import yaml
 
 from taut_deploy.bench.gateway import SETTLE_S, WORKERS, answers, describe_host, split_cores
 from taut_deploy.bench.gateway_cases import Stage, call, percentile
@@ -35,6 +39,7 @@ SHARE = 0.05
 ORDERS = ((False, True), (True, False))
 """Guard off first, then guard on first."""
 LAST_COMPARISONS_S = 2.0
+_CHARGED = re.compile(rb"^taut_guard_cpu_seconds_total ([\d.e+-]+)$", re.M)
 _DRAWN = re.compile(rb'^taut_guard_answers_total\{.*result="(\w+)".*\} ([\d.e+]+)$', re.M)
 _ROOM: Mapping[str, object] = {"concurrency": 16, "max_queued": 1000}
 """For all that is drawn."""
@@ -86,12 +91,14 @@ class Turn:
         latencies_ms: of the answers, from the write of a request to the last byte.
         failed: requests without a whole answer.
         drawn: result → answers that the guard drew and what came of them.
+        charged_ms: CPU time of comparisons as the guard's budget counts it.
     """
 
     cpu_ms: float
     latencies_ms: Sequence[float]
     failed: int
     drawn: Mapping[str, int]
+    charged_ms: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -142,6 +149,18 @@ class Compared:
         counts = {name: sum(turn.drawn.get(name, 0) for turn in turns) for name in results}
         return sum(len(turn.latencies_ms) for turn in turns), counts
 
+    def comparison_ms(self, load: str) -> tuple[float, float]:
+        """Return the CPU ms of a comparison: as both sides differ, and as the guard charged it.
+
+        NaN where nothing was compared.
+        """
+        pairs = self.pairs[load]
+        compared = sum(pair.on.drawn.get("compared", 0) for pair in pairs)
+        if not compared:
+            return math.nan, math.nan
+        more = sum((p.on.cpu_ms - p.off.cpu_ms) * len(p.on.latencies_ms) for p in pairs)
+        return more / compared, sum(pair.on.charged_ms for pair in pairs) / compared
+
 
 def compare(rounds: int, seconds: float, say: Say) -> Compared:
     """Measure.
@@ -152,7 +171,7 @@ def compare(rounds: int, seconds: float, say: Say) -> Compared:
         say: told of every pair.
 
     Raises:
-        WorkerError: a gateway or the engine does not start, or requests fail.
+        WorkerError: the gateway or the engine does not start, or requests fail.
     """
     own, others = split_cores()
     found = Compared(describe_host(), seconds)
@@ -160,11 +179,10 @@ def compare(rounds: int, seconds: float, say: Say) -> Compared:
     try:
         with ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="taut-bench-")))
-            off, on = _start_both(stack, folder, (own, others), seconds)
+            gateway = _start(stack, folder, (own, others), seconds)
             for number, load, on_first in _schedule(rounds):
-                first, second = (on, off) if on_first else (off, on)
-                turns = _turn(first, load), _turn(second, load)
-                pair = Pair(*(turns[::-1] if on_first else turns), on_first=on_first)
+                turns = {on: gateway.turn(load, guarded=on) for on in (on_first, not on_first)}
+                pair = Pair(turns[False], turns[True], on_first=on_first)
                 found.pairs.setdefault(load.name, []).append(pair)
                 say(f"round {number + 1} of {rounds}: {load.name}: CPU x {pair.cpu:.3f}")
     finally:
@@ -179,52 +197,88 @@ def _schedule(rounds: int) -> Iterator[tuple[int, Load, bool]]:
                 yield number, load, first
 
 
-def _start_both(
+def _start(
     stack: ExitStack, folder: Path, cores: tuple[set[int], set[int]], seconds: float
-) -> tuple[Stage, Stage]:
-    """Start the engine and both gateways, the one without the guard first."""
+) -> _Gateway:
+    """Start the engine, and a gateway with the guard."""
     workers = [free_port() for _ in range(WORKERS)]
     engine = start_engine(workers, cores[1], folder / "engine.log")
     stack.callback(engine.stop)
-    stages = []
-    section: Mapping[str, object] = {"guard": {"sample": SHARE, **_ROOM}}
-    for name, more in (("without the guard", None), ("with the guard", section)):
-        port = free_port()
-        start = taut(folder, folder, workers, port, more)
-        log = folder / f"gateway-{port}.log"
-        running = Running(f"the gateway {name}", start.argv, cores[0], log)
-        stack.callback(running.stop)
-        running.wait(partial(answers, port, start), start.start_limit_s)
-        stages.append(Stage(port, engine, workers[0], running, start.headers, seconds, seed=0))
+    port, admin_port = free_port(), free_port()
+    sections = {"guard": {"sample": SHARE, **_ROOM}, "admin": {"port": admin_port}}
+    start = taut(folder, folder, workers, port, sections)
+    _rewrite(file := Path(start.argv[-1]), guarded=True)
+    running = Running("the gateway", start.argv, cores[0], folder / "gateway.log")
+    stack.callback(running.stop)
+    running.wait(partial(answers, port, start), start.start_limit_s)
     time.sleep(SETTLE_S)
-    return stages[0], stages[1]
+    stage = Stage(port, engine, workers[0], running, start.headers, seconds, seed=0)
+    return _Gateway(stage, file, admin_port, running.pid)
 
 
-def _turn(stage: Stage, load: Load) -> Turn:
-    if stage.system is None:
-        raise WorkerError("there is no gateway to measure")
-    stage.behave(**load.behaviour)
-    request = stage.chat(800, stream=load.stream)
-    uvloop.run(OpenLoop(stage.port, request).run(load.rate, min(0.5, stage.seconds)))
-    time.sleep(LAST_COMPARISONS_S)
-    before, spent = _drawn(stage), process_seconds(stage.system.pid)
-    tally = uvloop.run(OpenLoop(stage.port, request).run(load.rate, stage.seconds, patience_s=5.0))
-    time.sleep(LAST_COMPARISONS_S)
-    spent = process_seconds(stage.system.pid) - spent
-    if not tally.latencies or tally.failed:
-        raise WorkerError(f"{load.name}: {tally.failed} requests failed: {dict(tally.failures)}")
-    drawn = {name: count - before[name] for name, count in _drawn(stage).items()}
-    latencies = [seconds * 1e3 for seconds in tally.latencies]
-    return Turn(spent * 1e3 / len(latencies), latencies, tally.failed, drawn)
+@dataclass(frozen=True)
+class _Gateway:
+    """One gateway whose guard can be taken away.
+
+    Attributes:
+        stage: it and its engine.
+        file: its configuration.
+        admin_port: where it is told to read that again.
+        pid: its process.
+    """
+
+    stage: Stage
+    file: Path
+    admin_port: int
+    pid: int
+
+    def turn(self, load: Load, *, guarded: bool) -> Turn:
+        """Give it one load."""
+        stage = self.stage
+        _rewrite(self.file, guarded=guarded)
+        call(self.admin_port, "POST", "/admin/reload", headers=stage.headers)
+        stage.behave(**load.behaviour)
+        request = stage.chat(800, stream=load.stream)
+        uvloop.run(OpenLoop(stage.port, request).run(load.rate, min(0.5, stage.seconds)))
+        time.sleep(LAST_COMPARISONS_S)
+        (drawn, charged_s), spent_s = self._counted(), process_seconds(self.pid)
+        client = OpenLoop(stage.port, request)
+        tally = uvloop.run(client.run(load.rate, stage.seconds, patience_s=5.0))
+        time.sleep(LAST_COMPARISONS_S)
+        spent_s = process_seconds(self.pid) - spent_s
+        if not tally.latencies or tally.failed:
+            failures = dict(tally.failures)
+            raise WorkerError(f"{load.name}: {tally.failed} requests failed: {failures}")
+        counts, now_s = self._counted()
+        counts = {name: count - drawn.get(name, 0) for name, count in counts.items()}
+        latencies = [seconds * 1e3 for seconds in tally.latencies]
+        cpu_ms, charged_ms = spent_s * 1e3 / len(latencies), (now_s - charged_s) * 1e3
+        return Turn(cpu_ms, latencies, tally.failed, counts, charged_ms)
+
+    def _counted(self) -> tuple[dict[str, int], float]:
+        """Return what the guard has drawn, by result, and the seconds it has charged."""
+        text = call(self.stage.port, "GET", "/metrics")
+        counts: dict[str, int] = {}
+        for name, value in _DRAWN.findall(text):
+            counts[name.decode()] = counts.get(name.decode(), 0) + int(float(value))
+        charged = _CHARGED.search(text)
+        return counts, float(charged[1]) if charged is not None else 0.0
 
 
-def _drawn(stage: Stage) -> dict[str, int]:
-    """Return what the guard has counted, by result."""
-    text = call(stage.port, "GET", "/metrics")
-    counts: dict[str, int] = {}
-    for name, value in _DRAWN.findall(text):
-        counts[name.decode()] = counts.get(name.decode(), 0) + int(float(value))
-    return counts
+def _rewrite(file: Path, *, guarded: bool) -> None:
+    """Have the model guarded or not, and the key allowed to say so while the gateway runs."""
+    settings = yaml.safe_load(file.read_text())
+    model = settings["models"][0]
+    baseline = model["variants"][-1]["name"]
+    # A section ``guard`` wants some model with a baseline: nobody asks for this one.
+    variants = [
+        {**v, "workers": [{**v["workers"][0], "name": f"spare-{v['name']}"}]}
+        for v in model["variants"]
+    ]
+    spare = {**model, "name": "spare", "baseline": baseline, "variants": variants}
+    settings["models"] = [{**model, "baseline": baseline if guarded else None}, spare]
+    settings["api_keys"][0]["scopes"] = ["inference", "admin"]
+    file.write_text(yaml.safe_dump(settings))
 
 
 def process_seconds(pid: int) -> float:

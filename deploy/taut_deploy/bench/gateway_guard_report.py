@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,12 +43,14 @@ def document(found: Compared) -> dict[str, object]:
 def _figures(found: Compared, load: str) -> dict[str, object]:
     off, on, ratios = found.cpu(load)
     answered, drawn = found.drawn(load)
+    cost, charged = (None if math.isnan(x) else x for x in found.comparison_ms(load))
     return {
         "cpu_ms": {"off": off, "on": on, "ratios": ratios},
         "p50_ms": dict(zip(("off", "on"), found.latency(load, 0.50), strict=True)),
         "p99_ms": dict(zip(("off", "on"), found.latency(load, 0.99), strict=True)),
         "answered_with_guard": answered,
         "drawn": drawn,
+        "comparison_ms": {"measured": cost, "charged": charged},
     }
 
 
@@ -58,7 +61,7 @@ def markdown(found: Compared) -> str:
     lines = [
         "# taut bench gateway --guard",
         "",
-        f"{host}. Two gateways alike but for `guard: {{sample: {SHARE:g}}}`, pinned to one core, "
+        f"{host}. One gateway, pinned to a core, with `guard: {{sample: {SHARE:g}}}` and without, "
         f"in turn, in both orders: {pairs} pairs of {found.seconds:g} s. CPU time is the gateway's "
         "own, all that the guard does included; its ratio is the median of the pairs' (lowest to "
         "highest). Percentiles are of all answers of all turns.",
@@ -72,6 +75,9 @@ def markdown(found: Compared) -> str:
         text = f"Compared: {compared:,} of {answered:,} answers"
         told = "".join(f", {count:,} {name}" for name, count in others.items())
         lines += ["", f"{text} ({compared / answered:.1%}){told}."]
+        if compared:
+            cost, charged = found.comparison_ms(load.name)
+            lines += [f"A comparison: {cost:.2g} CPU ms more, {charged:.2g} by the guard's budget."]
     return "\n".join(lines) + "\n"
 
 

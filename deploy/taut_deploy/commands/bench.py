@@ -187,8 +187,8 @@ def gateway(
 ) -> None:
     """The gateway against its rivals: CPU per request, latency, disconnects, memory.
 
-    With --guard: the gateway with 5 % of its answers compared by the live guard, beside the same
-    gateway without, in turn and in both orders.
+    With --guard: one gateway, 5 % of its answers compared by the live guard and none, in turn and
+    in both orders.
     """
     output = output.resolve()
     if guard:

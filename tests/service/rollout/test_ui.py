@@ -80,6 +80,7 @@ async def test_the_page_shows_the_rollout_and_its_buttons_move_it(
             assert await page.value(marked) == ["three", NASTY]
             title = "document.querySelector('mark.differs').title"
             assert await page.value(title) == "probability 60.65 %"
+            await tokens_are_told_without_a_mouse(page)
 
             assert page.complaints() == []
             assert {url.split("/")[2] for url in page.requested()} == {root.split("/")[2]}
@@ -90,6 +91,28 @@ async def test_the_page_shows_the_rollout_and_its_buttons_move_it(
                 " !e.labels?.length && !e.getAttribute('aria-label') && !e.innerText).length"
             )
             assert await page.value(unnamed) == 0
+
+
+async def tokens_are_told_without_a_mouse(page: Tab) -> None:
+    """The arrow keys go along both answers at once; so does the pointer."""
+    told = "document.getElementById('token').innerText"
+    assert await page.value("document.getElementById('token').role") == "status"
+    await page.value("document.querySelector('.tokens').focus()")
+    for key, code, place in (("ArrowRight", 39, 1), ("End", 35, 4), ("ArrowLeft", 37, 3)):
+        await page.press(key, code)
+        assert (await page.value(told)).startswith(f"Token {place}: base ")
+    assert await page.value(told) == (
+        f"Token 3: base “three”, probability 60.65 %; small “{NASTY}”, probability 60.65 %."
+    )
+    here = "[...document.querySelectorAll('.tokens .here')].map(t => t.textContent)"
+    assert await page.value(here) == ["three", NASTY]
+    assert await page.value("document.activeElement.matches('.tokens')")
+    box = "document.querySelectorAll('.tokens')[1].firstChild"
+    await page.value(f"void {box}.scrollIntoView()")
+    place = await page.value(f"{box}.getBoundingClientRect().toJSON()")
+    x, y = place["x"] + place["width"] / 2, place["y"] + place["height"] / 2
+    await page.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+    await page.until(f"{told}.startsWith('Token 1: base “one”')")
 
 
 async def agreement_is_drawn(page: Tab, admin: Any) -> None:
@@ -146,7 +169,14 @@ async def test_its_files_forbid_everything_from_elsewhere_and_other_pages_are_re
     async with ReadingEngine() as base, ReadingEngine() as small:
         settings = settings_of(base, small, {"directory": str(tmp_path)}, api_keys=KEYS)
         async with administered(settings) as admin:
-            for path in ("/ui", "/ui/app.js", "/ui/draw.js", "/ui/style.css", "/ui/icon.svg"):
+            for path in (
+                "/ui",
+                "/ui/app.js",
+                "/ui/draw.js",
+                "/ui/tokens.js",
+                "/ui/style.css",
+                "/ui/icon.svg",
+            ):
                 answer = await admin.ask("GET", path)
                 assert answer.status == 200, path
                 policy = answer.headers["content-security-policy"]

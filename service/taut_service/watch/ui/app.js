@@ -1,4 +1,5 @@
 import { bound, course, element, interval, percent, table } from "./draw.js";
+import { answers } from "./tokens.js";
 
 const EVERY_MS = 2000;
 const find = (id) => document.getElementById(id);
@@ -212,7 +213,8 @@ async function play(event) {
   const { signal } = asked;
   const variants = [find("left").value, find("right").value];
   const heard = variants.map((variant) => ({ variant, tokens: [], error: "", last: false }));
-  drawAnswers(heard);
+  const draw = answers(find("answers"), variants);
+  draw(heard);
   try {
     await follow("/admin/playground/stream", {
       model: find("model").value,
@@ -225,40 +227,11 @@ async function play(event) {
       answer.tokens.push(...part.tokens);
       answer.error = part.error;
       answer.last = part.last;
-      drawAnswers(heard);
+      draw(heard);
     });
   } catch (error) {
     if (!signal.aborted) find("answers").replaceChildren(element("p", { class: "bad" }, error.message));
   }
-}
-
-// The place of the first token that is not the same, null while there is none.
-function firstDifference([one, two]) {
-  const shorter = Math.min(one.tokens.length, two.tokens.length);
-  for (let i = 0; i < shorter; i += 1) if (one.tokens[i].text !== two.tokens[i].text) return i;
-  const over = [one, two].some((answer) => answer.last && answer.tokens.length === shorter);
-  return over && one.tokens.length !== two.tokens.length ? shorter : null;
-}
-
-function drawAnswers(heard) {
-  const first = firstDifference(heard);
-  const over = heard.every((answer) => answer.last);
-  const failed = heard.some((answer) => answer.error);
-  const words = first !== null ? `The first different token is number ${first + 1}.`
-    : failed ? "They cannot be compared." : over ? "Both say the same." : "The same so far …";
-  find("answers").replaceChildren(element("p", {}, words),
-    element("div", { class: "pair" }, ...heard.map((answer) => drawAnswer(answer, first))));
-}
-
-function drawAnswer(answer, first) {
-  const tokens = answer.tokens.map((token, i) => {
-    const attributes = i === first ? { class: "differs" } : {};
-    if (token.probability !== null) attributes.title = `probability ${percent(token.probability)}`;
-    return element(i === first ? "mark" : "span", attributes, token.text);
-  });
-  const text = answer.error ? [element("span", { class: "bad" }, answer.error)] : tokens;
-  return element("div", {}, element("h3", {}, answer.variant),
-    element("div", { class: "tokens" }, ...text));
 }
 
 find("key-form").addEventListener("submit", (event) => {

@@ -19,6 +19,7 @@ _FILES: Mapping[str, tuple[str, str]] = {
     "/ui/app.js": ("app.js", "text/javascript; charset=utf-8"),
     "/ui/draw.js": ("draw.js", "text/javascript; charset=utf-8"),
     "/ui/icon.svg": ("icon.svg", "image/svg+xml"),
+    "/ui/tokens.js": ("tokens.js", "text/javascript; charset=utf-8"),
     "/ui/style.css": ("style.css", "text/css; charset=utf-8"),
 }
 HEADERS: Mapping[str, str] = {
