@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,8 @@ if job["method"] == "auto-round":
 model = AutoModelForCausalLM.from_pretrained(job["model"])
 for name, one in model.named_modules():
     if isinstance(one, torch.nn.Linear) and name != "lm_head":
-        groups = one.weight.data.view(one.out_features, -1, job["group_size"])
+        size = -1 if job["group_size"] == "channel" else job["group_size"]
+        groups = one.weight.data.view(one.out_features, -1, *([size] if size > 0 else []))
         scale = groups.abs().amax(-1, keepdim=True) / 7
         one.weight.data = ((groups / scale).round() * scale).view_as(one.weight)
 model.save_pretrained(Path(job["output"]) / "dense")
@@ -80,15 +82,34 @@ def test_a_rival_gets_the_same_tokens_and_is_judged_by_the_same_code(room):
     assert seen["shape"] == [8, LENGTH]
     assert seen["path"] is None
     assert (seen["group_size"], seen["symmetric"], seen["device"]) == (64, True, "cpu")
+    for row in rows:
+        judged = row["judged"]
+        for name in ("perplexity_ratio", "mean_kl"):
+            assert judged[f"{name}_low"] < judged[name] < judged[f"{name}_high"]
     rival = rows[3]
     assert (rival["seconds"], rival["version"]) == (2.5, "stand-in 1.0")
     # GPTQ of the same grid is closer to the base than rounding to nearest.
     assert 0 < rows[2]["judged"]["mean_kl"] < rival["judged"]["mean_kl"]
     table = (room / "out" / "compressors.md").read_text()
-    best = f"**{rows[2]['judged']['mean_kl']:.4f}**"
-    assert f"| g64-sym | taut gptq | {rows[2]['judged']['perplexity_ratio']:.4f} | {best}" in table
+    ours = {name: f"{value:.4f}" for name, value in rows[2]["judged"].items()}
+    ratio, kl = (
+        f"{mark}{ours[name]}{mark} [{ours[f'{name}_low']}, {ours[f'{name}_high']}]"
+        for name, mark in (("perplexity_ratio", ""), ("mean_kl", "**"))
+    )
+    assert f"| g64-sym | taut gptq | {ratio} | {kl} |" in table
     (room / "stand_in.py").write_text("raise SystemExit('asked again')")
     assert json.loads(run(room, *given).stdout) == rows
+
+
+def test_only_the_methods_asked_for_run_and_a_rows_group_is_a_channel(room):
+    given = ("--rival", f"gptqmodel={sys.executable}", "--formats", "channel-sym")
+    rows = json.loads(run(room, *given, "--only", "gptqmodel").stdout)
+    assert [(row["format"], row["method"]) for row in rows] == [("channel-sym", "gptqmodel")]
+    assert json.loads((room / "seen.json").read_text())["group_size"] == "channel"
+    assert [row["method"] for row in json.loads(run(room, *given).stdout)] == [
+        "gptqmodel",
+        "taut gptq",
+    ]
 
 
 def test_a_rival_that_fails_names_its_log(room):
@@ -105,6 +126,8 @@ def test_a_rival_that_fails_names_its_log(room):
     [
         (["--rival", "awq=python"], "--rival 'awq=python': write NAME=PYTHON"),
         (["--rival", "gptqmodel=/nowhere/python"], "/nowhere/python: is no interpreter"),
+        (["--only", "awq"], "--only: no method 'awq'; with these rivals there are taut gptq"),
+        (["--only", "auto-round"], "--only: no method 'auto-round'; with these rivals"),
         (["--formats", "g16"], "--formats: no format 'g16'; there are g32-asym"),
         (["--formats", "g128-sym"], r"groups of 128 \(g128-sym\) do not divide a width of 64"),
     ],
@@ -157,6 +180,21 @@ def test_the_program_for_rivals_needs_nothing_of_taut():
     spec.loader.exec_module(alone)
     listed = {method for methods in compressors.RIVALS.values() for method in methods}
     assert set(alone.METHODS) == listed
+
+
+def test_what_gptqmodel_imports_and_does_not_name_is_stood_in_for(monkeypatch):
+    """It imports torchvision for one model of images; the stand-in holds what that file asks."""
+    names = ("torchvision", "torchvision.transforms", "torchvision.transforms.functional")
+    monkeypatch.setitem(sys.modules, "datasets", types.ModuleType("datasets"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, None)
+    rival_compressors._stand_in_for_torchvision()
+    import torchvision.transforms as transforms
+    from torchvision.transforms.functional import InterpolationMode
+
+    assert transforms.functional.InterpolationMode is InterpolationMode
+    assert InterpolationMode.BICUBIC
 
 
 def test_an_option_of_another_bench_is_refused(room):

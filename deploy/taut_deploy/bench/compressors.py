@@ -49,18 +49,23 @@ class Grid:
 
     Args:
         name: as ``--formats`` takes it.
-        group_size: weights a scale covers.
+        group_size: weights a scale covers; ``channel`` for those of a row.
         symmetric: whether there are no zero points.
     """
 
     name: str
-    group_size: int
+    group_size: int | str
     symmetric: bool
 
 
 GRIDS = {
     one.name: one
-    for one in (Grid("g32-asym", 32, False), Grid("g64-sym", 64, True), Grid("g128-sym", 128, True))
+    for one in (
+        Grid("g32-asym", 32, False),
+        Grid("g64-sym", 64, True),
+        Grid("g128-sym", 128, True),
+        Grid("channel-sym", "channel", True),
+    )
 }
 
 
@@ -74,6 +79,7 @@ class Plan:
         judged: sequences of it.
         grids: formats, each of which divides the model.
         rivals: interpreter of each rival's environment, by the names of :data:`RIVALS`.
+        methods: what compresses, in order.
         work: folder of the checkpoints.
         output: folder of the results.
     """
@@ -83,6 +89,7 @@ class Plan:
     judged: int
     grids: tuple[Grid, ...]
     rivals: Mapping[str, Path]
+    methods: tuple[str, ...]
     work: Path
     output: Path
 
@@ -92,7 +99,9 @@ class Plan:
         place = self.place
         judged = {"base": place.base.digest, "text": str(self.text), "judged": self.judged}
         calibrated = {"calibration": place.calibration, "sequences": place.sequences}
-        return sha256_json({**judged, **calibrated, "length": place.sequence_length})[:16]
+        # 2: rows hold intervals, and versions the settings.
+        told = {"length": place.sequence_length, "rows": 2}
+        return sha256_json({**judged, **calibrated, **told})[:16]
 
 
 def parse_rivals(given: list[str]) -> dict[str, Path]:
@@ -114,6 +123,23 @@ def parse_rivals(given: list[str]) -> dict[str, Path]:
     return found
 
 
+def choose_methods(names: str | None, rivals: Mapping[str, Path]) -> tuple[str, ...]:
+    """Read methods with commas: of taut and of the rivals that are there; None takes all.
+
+    Raises:
+        MeasureError: there is no such method, or the environment of its rival was not given.
+    """
+    there = [*_OURS, *(method for rival in rivals for method in RIVALS[rival])]
+    if names is None:
+        return tuple(there)
+    asked = names.split(",")
+    if unknown := [one for one in asked if one not in there]:
+        raise MeasureError(
+            f"--only: no method {unknown[0][:40]!r}; with these rivals there are {', '.join(there)}"
+        )
+    return tuple(one for one in there if one in asked)
+
+
 def choose_grids(names: str, model: Path, say: Say) -> tuple[Grid, ...]:
     """Read formats with commas, or ``all``: those of which groups divide the model.
 
@@ -128,7 +154,8 @@ def choose_grids(names: str, model: Path, say: Say) -> tuple[Grid, ...]:
         )
     chosen = []
     for grid in GRIDS.values() if names == "all" else [GRIDS[one] for one in names.split(",")]:
-        if not (odd := [width for width in widths if width % grid.group_size]):
+        size = grid.group_size
+        if not (odd := [width for width in widths if isinstance(size, int) and width % size]):
             chosen.append(grid)
         elif names != "all":
             raise MeasureError(
@@ -161,9 +188,8 @@ def measure(plan: Plan, say: Say) -> list[Row]:
     file = plan.work / f"calibration-{plan.hash}.json"
     write_json_atomically(file, tokens.tolist())
     done = {(row.method, row.format) for row in RESULTS.read(plan.output, plan.hash)}
-    methods = [*_OURS, *(method for rival in plan.rivals for method in RIVALS[rival])]
     for grid in plan.grids:
-        for method in methods:
+        for method in plan.methods:
             if (method, grid.name) in done:
                 continue
             row = _measured(plan, grid, method, file, judge)

@@ -14,9 +14,9 @@ class Row:
         method: whose and which.
         format: of the weights.
         plan: hash of what the rows of one table share.
-        judged: perplexity ratio and mean KL to the base.
+        judged: perplexity ratio and mean KL to the base, and the ends of their intervals.
         seconds: of compression, loading and writing included.
-        version: of what compressed.
+        version: of what compressed, and a rival's settings.
     """
 
     method: str
@@ -31,7 +31,10 @@ RESULTS = Results("compressors", Row, lambda row: (row.format, row.method))
 
 
 def markdown(rows: Sequence[Row], facts: Mapping[str, str]) -> str:
-    """The table for people, under what it was measured with; the best KL of a format in bold."""
+    """The table for people, under what it was measured with; the best KL of a format in bold.
+
+    In brackets are intervals of 95 % over the judged sequences.
+    """
     lines = [
         measured_with(facts),
         "",
@@ -39,11 +42,16 @@ def markdown(rows: Sequence[Row], facts: Mapping[str, str]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for row in rows:
-        kl = row.judged["mean_kl"]
         best = min(one.judged["mean_kl"] for one in rows if one.format == row.format)
-        shown = f"**{kl:.4f}**" if kl == best else f"{kl:.4f}"
+        kl = _shown(row, "mean_kl", bold=row.judged["mean_kl"] == best)
         lines.append(
-            f"| {row.format} | {row.method} | {row.judged['perplexity_ratio']:.4f} | {shown} "
+            f"| {row.format} | {row.method} | {_shown(row, 'perplexity_ratio')} | {kl} "
             f"| {row.seconds:.0f} | {row.version} |"
         )
     return "\n".join([*lines, ""])
+
+
+def _shown(row: Row, name: str, *, bold: bool = False) -> str:
+    mark = "**" if bold else ""
+    low, high = row.judged[f"{name}_low"], row.judged[f"{name}_high"]
+    return f"{mark}{row.judged[name]:.4f}{mark} [{low:.4f}, {high:.4f}]"

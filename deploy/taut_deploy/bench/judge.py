@@ -9,8 +9,10 @@ import torch
 from taut_deploy.validate.checkpoint_source import CheckpointSource
 from taut_deploy.validate.checkpoint_tokenizer import CheckpointTokenizer
 from taut_deploy.validate.divergence import compare
-from taut_deploy.validate.metrics import point_estimates, stack
+from taut_deploy.validate.metrics import measure, stack
 from taut_deploy.validate.text import tokenize_file
+
+_RESAMPLES = 2000
 
 
 class Judge:
@@ -40,11 +42,19 @@ class Judge:
         return np.asarray(self._sequences, dtype=np.int64).reshape(-1)
 
     def __call__(self, directory: Path) -> dict[str, float]:
-        """Perplexity ratio and mean KL of a model to the base."""
+        """Perplexity ratio and mean KL of a model to the base, each with the ends of its interval.
+
+        The ends (95 %, two-sided) are at the metric's name and ``_low`` or ``_high``. At least two
+        sequences are judged.
+        """
         model = CheckpointSource(directory, "candidate", self._device)
         found = [
             compare(self._base.score(ids), model.score(ids), torch.tensor(ids[1:]))
             for ids in self._sequences
         ]
-        points = point_estimates(stack(found))
-        return {key: round(points[key], 6) for key in ("perplexity_ratio", "mean_kl")}
+        metrics = measure(stack(found), None, resamples=_RESAMPLES, seed=0)
+        ends: dict[str, float] = {}
+        for name in ("perplexity_ratio", "mean_kl"):
+            metric = metrics[name]
+            ends |= {name: metric.estimate, f"{name}_low": metric.low, f"{name}_high": metric.high}
+        return {name: round(value, 6) for name, value in ends.items()}

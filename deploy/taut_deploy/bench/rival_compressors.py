@@ -9,9 +9,12 @@ no reader of its format stands between.
 # mypy: ignore-errors
 
 import importlib.metadata
+import importlib.util
 import json
+import os
 import sys
 import time
+import types
 from pathlib import Path
 
 import torch
@@ -26,17 +29,18 @@ def llm_compressor(job, tokens, *before):
     from llmcompressor.modifiers.quantization import QuantizationModifier
     from torch.utils.data import DataLoader
 
+    channel = job["group_size"] == "channel"
     weights = QuantizationArgs(
         num_bits=4,
         type="int",
         symmetric=job["symmetric"],
-        strategy="group",
-        group_size=job["group_size"],
+        strategy="channel" if channel else "group",
+        group_size=None if channel else job["group_size"],
+        observer="memoryless_mse",
     )
     scheme = {"group_0": QuantizationScheme(targets=["Linear"], weights=weights)}
-    last = (QuantizationModifier if before else GPTQModifier)(
-        config_groups=scheme, ignore=["lm_head"]
-    )
+    given = {"config_groups": scheme, "ignore": ["lm_head"]}
+    last = QuantizationModifier(**given) if before else GPTQModifier(actorder="static", **given)
     model = AutoModelForCausalLM.from_pretrained(
         job["model"], dtype="auto", trust_remote_code=False
     )
@@ -52,10 +56,14 @@ def llm_compressor(job, tokens, *before):
 
 
 def llm_compressor_awq(job, tokens):
-    """AWQ in llm-compressor."""
+    """AWQ in llm-compressor, searching scales with and without the weights as its examples do."""
     from llmcompressor.modifiers.transform.awq import AWQModifier
+    from llmcompressor.pipelines.cache import IntermediatesCache
 
-    return llm_compressor(job, tokens, AWQModifier())
+    if not torch.accelerator.is_available():
+        # 0.14 pins what it caches for the copy to a device, and fails where there is none.
+        IntermediatesCache._pin_intermediate = classmethod(lambda cls, intermediate: None)
+    return llm_compressor(job, tokens, AWQModifier(duo_scaling="both"))
 
 
 def auto_round(job, tokens):
@@ -65,13 +73,15 @@ def auto_round(job, tokens):
     rounding = AutoRound(
         model=job["model"],
         scheme="W4A16",
-        group_size=job["group_size"],
+        group_size=_group(job),
         sym=job["symmetric"],
         iters=200,
         nsamples=len(tokens),
         seqlen=tokens.shape[1],
         dataset=list(torch.split(tokens, 8)),
         device_map=job["device"],
+        # Its compilation for a CPU takes longer than its steps.
+        enable_torch_compile=job["device"] != "cpu",
     )
     rounding.quantize_and_save(str(Path(job["output"]) / "own"), format="fake")
     return AutoModelForCausalLM.from_pretrained(_saved(job), dtype="auto", trust_remote_code=False)
@@ -79,24 +89,47 @@ def auto_round(job, tokens):
 
 def gptqmodel(job, tokens):
     """GPTQ in GPTQModel."""
+    _stand_in_for_torchvision()
+    # One thread on a machine of two cores, of which it then asks two.
+    os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")
     from gptqmodel import BACKEND, GPTQModel, QuantizeConfig
 
-    config = QuantizeConfig(bits=4, group_size=job["group_size"], sym=job["symmetric"])
+    config = QuantizeConfig(bits=4, group_size=_group(job), sym=job["symmetric"], mse=2.4)
     model = GPTQModel.load(job["model"], config)
     rows = [
         {"input_ids": row[None], "attention_mask": torch.ones_like(row)[None]} for row in tokens
     ]
-    model.quantize(rows, batch_size=1)
+    model.quantize(rows, batch_size=8)
     model.save(str(Path(job["output"]) / "own"))
     return GPTQModel.load(_saved(job), backend=BACKEND.TORCH, device=job["device"]).model
 
 
 METHODS = {
-    "llm-compressor": (llm_compressor, "llmcompressor"),
-    "llm-compressor-awq": (llm_compressor_awq, "llmcompressor"),
-    "auto-round": (auto_round, "auto-round"),
-    "gptqmodel": (gptqmodel, "gptqmodel"),
+    "llm-compressor": (llm_compressor, "llmcompressor", "static act-order, MSE"),
+    "llm-compressor-awq": (llm_compressor_awq, "llmcompressor", "duo scaling both, MSE"),
+    "auto-round": (auto_round, "auto-round", "200 steps, batches of 8"),
+    "gptqmodel": (gptqmodel, "gptqmodel", "group-aware order, MSE 2.4"),
 }
+"""By name: what compresses, the package, and its settings that are not defaults or worth a word."""
+
+
+def _group(job):
+    """Weights a scale covers, as GPTQModel and AutoRound write it: -1 for a whole row."""
+    return -1 if job["group_size"] == "channel" else job["group_size"]
+
+
+def _stand_in_for_torchvision():
+    """GPTQModel imports it for a model of images, without saying that it needs it."""
+    import datasets  # noqa: F401  # before the stand-in: they ask whether torchvision is there
+
+    if importlib.util.find_spec("torchvision"):
+        return
+    names = ("torchvision", "torchvision.transforms", "torchvision.transforms.functional")
+    for name in names:
+        sys.modules[name] = types.ModuleType(name)
+    sys.modules[names[0]].transforms = sys.modules[names[1]]
+    sys.modules[names[1]].functional = sys.modules[names[2]]
+    sys.modules[names[2]].InterpolationMode = types.SimpleNamespace(BICUBIC=3)
 
 
 def _saved(job):
@@ -139,7 +172,7 @@ def multiplied(module, width):
 def main() -> None:
     """Compress, write the dense model and what was measured."""
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    make, package = METHODS[job["method"]]
+    make, package, settings = METHODS[job["method"]]
     tokens = torch.tensor(json.loads(Path(job["tokens"]).read_text(encoding="utf-8")))
     started = time.monotonic()
     model = make(job, tokens)
@@ -147,7 +180,8 @@ def main() -> None:
     output = Path(job["output"]) / "dense"
     dense(job, model).save_pretrained(output)
     AutoTokenizer.from_pretrained(job["model"], trust_remote_code=False).save_pretrained(output)
-    told = {"seconds": seconds, "version": f"{package} {importlib.metadata.version(package)}"}
+    version = f"{package} {importlib.metadata.version(package)}; {settings}"
+    told = {"seconds": seconds, "version": version}
     (output.parent / "measured.json").write_text(
         json.dumps(told, allow_nan=False), encoding="utf-8"
     )

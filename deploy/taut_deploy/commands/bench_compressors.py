@@ -25,8 +25,12 @@ def compressors(
         ),
     ] = None,
     formats: Annotated[
-        str, typer.Option(help="g32-asym, g64-sym, g128-sym with commas, or all that fit.")
+        str, typer.Option(help="g32-asym, g64-sym, g128-sym, channel-sym with commas, or all.")
     ] = "all",
+    only: Annotated[
+        str | None,
+        typer.Option(help="Methods with commas, as rows name them; else all of taut and rivals."),
+    ] = None,
     samples: Samples,
     making: Making,
     output: ResultsFolder = Path("bench-compressors"),
@@ -37,16 +41,23 @@ def compressors(
     All get the same calibration tokens and are judged by the same code: perplexity ratio and KL to
     the base on --text. Rows that are in the output are not measured again.
     """
-    from taut_deploy.bench.compressors import Plan, choose_grids, measure, parse_rivals
+    from taut_deploy.bench.compressors import (
+        Plan,
+        choose_grids,
+        choose_methods,
+        measure,
+        parse_rivals,
+    )
     from taut_deploy.bench.compressors_report import RESULTS, markdown
     from taut_deploy.bench.serve_report import describe_run
 
     require_device(making.device)
     rivals = parse_rivals(rival or [])
+    methods = choose_methods(only, rivals)
     work = make_folders(output, making.work, "work")
     place = open_place(model, samples, making.device)
     told = line_reporter(quiet=as_json)
     grids = choose_grids(formats, Path(place.base.path), told)
-    plan = Plan(place, text, samples.sequences, grids, rivals, work, output.absolute())
+    plan = Plan(place, text, samples.sequences, grids, rivals, methods, work, output.absolute())
     rows = measure(plan, told)
     tell(RESULTS.write_table(output, markdown(rows, describe_run())), rows, as_json=as_json)

@@ -29,7 +29,7 @@ class Samples:
 
     calibration: str = "corpus"
     calibration_sequences: Annotated[int, typer.Option(min=1)] = 128
-    sequences: Annotated[int, typer.Option(min=1)] = 64
+    sequences: Annotated[int, typer.Option(min=2)] = 64
     sequence_length: Annotated[int, typer.Option(min=16)] = 512
 
 

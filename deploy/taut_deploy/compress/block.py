@@ -188,6 +188,7 @@ def _keep_pruned(layers: Mapping[str, LayerState], dtype: torch.dtype) -> None:
 def _report(layer: LayerState, dtype: torch.dtype) -> LayerReport:
     if layer.stored is None or layer.reference is None:
         raise TypeError(f"{layer.name}: only what is stored is reported")
+    return_freed_memory()  # of the layer before
     kept = layer.format
     return LayerReport(
         layer.name,

@@ -50,17 +50,20 @@ class LayerState:
         Raises:
             ModelError: it or the layer's input is not finite; names the layer.
         """
-        weight = self.module.weight.data.float()
+        self.require_sound()
+        return self.module.weight.data.float()
+
+    def require_sound(self) -> None:
+        """Raise as :meth:`sound_weight` does, without its copy."""
         # Either would spread silently: NaN compares false and ends as code 0 of scale 0.
         for what, tensor in (
-            ("weight", weight),
+            ("weight", self.module.weight.data),
             ("input during calibration", self.group.absmax),
         ):
             if not bool(torch.isfinite(tensor).all()):
                 raise ModelError(
                     f"{self.name}: its {what} holds NaN or infinity; the model is broken"
                 )
-        return weight
 
     def hessian(self) -> torch.Tensor:
         """``x xᵀ`` of its input, [K, K] fp32.

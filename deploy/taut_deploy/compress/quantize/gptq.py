@@ -86,12 +86,13 @@ def quantize_weight(
     order = feedback.order
     # Input channels are rows from here on, so that one visited channel is contiguous memory.
     kept = None if mask is None else mask.T[order].contiguous()
-    visited = _round_with_feedback(
-        weight.T[order].contiguous(), feedback.factor, grid.by_column(order), kept
-    )
-    rounded = torch.empty_like(visited)
-    rounded[order] = visited
-    return grid.encode(rounded.T.contiguous())
+    visited = weight.T[order].contiguous()
+    del weight  # one of several matrices as large as the layer in fp32
+    _round_with_feedback(visited, feedback.factor, grid.by_column(order), kept)
+    rounded = torch.empty(visited.shape[1], visited.shape[0], device=visited.device)
+    rounded[:, order] = visited.T
+    del visited
+    return grid.encode(rounded)
 
 
 def inverse_cholesky(
@@ -99,8 +100,8 @@ def inverse_cholesky(
 ) -> torch.Tensor:
     """Upper Cholesky factor of the dampened Hessian's inverse, [K, K], channels in their order.
 
-    No more than two matrices are held beside the Hessian: one of a wide layer is as large as a
-    block.
+    On a CPU one matrix is held beside the Hessian, on a card two: one of a wide layer is as large
+    as a block.
 
     Args:
         hessian: [K, K] fp32; stays as it is.
@@ -115,20 +116,26 @@ def inverse_cholesky(
         raise ValueError("the Hessian holds NaN or infinity: calibration activations overflowed")
     diagonal = diagonal[order]
     while dampening_frac <= _MAX_DAMPENING:
-        dampened = hessian[order][:, order]
-        dampened.diagonal().copy_(diagonal + dampening_frac * diagonal.mean())
-        lower, failed = torch.linalg.cholesky_ex(dampened)
-        del dampened
+        matrix = hessian[order[:, None], order]
+        matrix.diagonal().copy_(diagonal + dampening_frac * diagonal.mean())
+        # Symmetric, so that its transpose has LAPACK's order of columns and is overwritten.
+        matrix, failed = _cholesky(matrix.mT, upper=False)
         if not failed:
-            inverse = torch.cholesky_inverse(lower)
-            del lower
-            upper: torch.Tensor
-            upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
+            matrix = torch.cholesky_inverse(matrix, out=None if matrix.is_cuda else matrix)
+            matrix, failed = _cholesky(matrix, upper=True)
             if not failed:
-                return upper
-            del inverse, upper
+                return matrix
+        del matrix
         dampening_frac *= 10
     raise ValueError("the Hessian is not positive definite even with 100 % dampening")
+
+
+def _cholesky(matrix: torch.Tensor, *, upper: bool) -> tuple[torch.Tensor, bool]:
+    """The factor of a symmetric matrix, in its place on a CPU, and whether there is none."""
+    info = torch.empty((), dtype=torch.int32)
+    place = None if matrix.is_cuda else (matrix, info)
+    factor, failed = torch.linalg.cholesky_ex(matrix, upper=upper, out=place)
+    return factor, bool(failed)
 
 
 def _round_with_feedback(
@@ -136,20 +143,16 @@ def _round_with_feedback(
     factor: torch.Tensor,
     rounding: ColumnRounding,
     kept: torch.Tensor | None,
-) -> torch.Tensor:
+) -> None:
     """The inner loop; every argument in visiting order.
 
     Args:
-        remaining: [K, N] fp32 weights, overwritten.
+        remaining: [K, N] fp32 weights, overwritten by values on the grid.
         factor: [K, K] from :func:`inverse_cholesky`.
         rounding: of one channel onto its grid.
         kept: [K, N] bool, False where weights are pruned; None where none is.
-
-    Returns:
-        [K, N] fp32 values on the grid.
     """
     k = remaining.shape[0]
-    rounded = torch.empty_like(remaining)
     for start in range(0, k, _LAZY_BLOCK):
         stop = min(start + _LAZY_BLOCK, k)
         block = remaining[start:stop]
@@ -161,7 +164,6 @@ def _round_with_feedback(
                 values = values * kept[start + i]
             error = (block[i] - values) / local[i, i]
             block[i + 1 :].addr_(local[i, i + 1 :], error, alpha=-1)
-            rounded[start + i] = values
+            block[i] = values
             errors[i] = error
         remaining[stop:].addmm_(factor[start:stop, stop:].T, errors, alpha=-1)
-    return rounded

@@ -116,14 +116,15 @@ class IntegerGrid:
     def by_column(self, order: torch.Tensor) -> ColumnRounding:
         """Rounding of one input channel at a time; see :class:`Grid`."""
         k = self.spec.group_size or order.shape[0]
-        group_of = order // k
-        # Input channels are rows here, so that one visited channel is contiguous memory.
-        scales = self.scale.float().T[group_of]
-        zeros = None if self.zero is None else self.zero.float().T[group_of]
+        group_of = (order // k).tolist()
+        # Groups are rows here, so that one visited channel's is contiguous memory.
+        scales = self.scale.float().T.contiguous()
+        zeros = None if self.zero is None else self.zero.float().T.contiguous()
 
         def rounded(position: int, values: torch.Tensor) -> torch.Tensor:
-            scale = scales[position]
-            zero = 0.0 if zeros is None else zeros[position]
+            group = group_of[position]
+            scale = scales[group]
+            zero = 0.0 if zeros is None else zeros[group]
             code = (values / scale + zero).round_().clamp_(self.spec.low, self.spec.high)
             return (code - zero) * scale
 

@@ -9,6 +9,7 @@ import torch
 
 from taut_deploy.compress.formats.protocol import WeightFormat
 from taut_deploy.compress.formats.registry import weight_format
+from taut_deploy.compress.free_memory import return_freed_memory
 from taut_deploy.compress.layers_at_once import solve_layers
 from taut_deploy.compress.quantize import gptq, hqq, rtn
 from taut_deploy.compress.quantize.float8 import Float8Spec
@@ -106,14 +107,20 @@ def _rounded(
             return [hqq.quantize_weight(one.sound_weight(), specs[one.name]) for one in layers]
         if stage.algorithm == "rtn" or layers[0].group.hessian is None:
             return [_nearest(one, specs[one.name]) for one in layers]
-        weights = [layer.sound_weight() for layer in layers]
+        for layer in layers:
+            layer.require_sound()
+        return_freed_memory()  # of the layers solved before
         feedback = gptq.feedback_of(
             layers[0].hessian(), dampening_frac=stage.dampening_frac, act_order=stage.act_order
         )
-        return [
-            gptq.quantize_weight(weight, feedback, specs[layer.name], mask=layer.mask)
-            for weight, layer in zip(weights, layers, strict=True)
-        ]
+        return [_fed_back(layer, feedback, specs[layer.name]) for layer in layers]
+
+
+def _fed_back(layer: LayerState, feedback: gptq.Feedback, spec: Any) -> Codes:
+    # Of one layer at a time: weights in fp32 are twice a block.
+    return_freed_memory()
+    codes: Codes = gptq.quantize_weight(layer.sound_weight(), feedback, spec, mask=layer.mask)
+    return codes
 
 
 def _nearest(layer: LayerState, spec: Any) -> Codes:
