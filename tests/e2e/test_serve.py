@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 import urllib.request
 from pathlib import Path
@@ -17,6 +18,7 @@ from pathlib import Path
 import anthropic
 import openai
 import pytest
+from client_packages import needs_guidellm, needs_langchain, run_client, run_langchain
 from node_sdk import needs_node_sdk, run_node
 from serving import MODEL, Served, post, status_of, wait_for
 
@@ -217,6 +219,24 @@ def test_node_s_run_tools_calls_a_function(served):
     assert found.get("city") in ("Paris", "Rome"), found
 
 
+@needs_langchain
+def test_langchain_s_bind_tools_calls_a_function_whole_and_streamed(served):
+    body = f"""
+    weather = {WEATHER!r}
+    bound = chat.bind_tools([weather], tool_choice=weather["name"], strict=True)
+    question = "What is the weather in Paris?"
+    pieces = list(bound.stream(question))
+    streamed = pieces[0]
+    for piece in pieces[1:]:
+        streamed = streamed + piece
+    found = [answer.tool_calls for answer in (bound.invoke(question), streamed)]
+    """
+    for calls in run_langchain(served.url, MODEL, textwrap.dedent(body)):
+        (call,) = calls
+        assert call["name"] == WEATHER["name"]
+        assert call["args"]["city"] in ("Paris", "Rome")
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_anthropic_s_tools_are_taken(served, stream):
     sdk = anthropic.Anthropic(base_url=served.url, api_key="unused", max_retries=0)
@@ -243,6 +263,25 @@ def test_anthropic_s_tools_are_taken(served, stream):
     (use,) = [block for block in answer.content if block.type == "tool_use"]
     assert use.name == "get_weather"
     assert use.input["city"] in ("Paris", "Rome")
+
+
+@needs_guidellm
+def test_guidellm_runs_as_it_is(served, base_model, tmp_path):
+    report = tmp_path / "report.json"
+    options = {
+        "backend": f"kind=openai_http,target={served.url},model={MODEL}",
+        "profile": "kind=synchronous",
+        "constraint": "kind=max_requests,count=4",
+        "data": "kind=synthetic_text,prompt_tokens=16,output_tokens=8",
+        "tokenizer": f"kind=huggingface_auto,model={base_model.path}",
+        "output": f"kind=json,path={report}",
+    }
+    given = [word for name, value in options.items() for word in (f"--{name}", value)]
+    run_client("guidellm", "-m", "guidellm", "run", *given, "--disable-console-interactive")
+    (benchmark,) = json.loads(report.read_text())["benchmarks"]
+    totals = benchmark["metrics"]["request_totals"]
+    assert (totals["successful"], totals["errored"]) == (4, 0)
+    assert benchmark["metrics"]["output_token_count"]["successful"]["mean"] == 8
 
 
 def test_vllm_s_own_bench_runs_as_it_is(served, base_model):
