@@ -77,7 +77,7 @@ def test_summary_is_one_line() -> None:
 def answer(run_with_vllm: Any) -> dict[str, Any]:
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed")
-    process = run_with_vllm(str(SCRIPT))
+    process = run_with_vllm(str(SCRIPT), "compiled")
     assert process.returncode == 0, process.stderr[-3000:]
     line = next(line for line in process.stdout.splitlines() if line.startswith("ANSWER "))
     found: dict[str, Any] = json.loads(line.removeprefix("ANSWER "))

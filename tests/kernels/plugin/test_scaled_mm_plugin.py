@@ -305,7 +305,7 @@ print("RESULT ok")
 @needs_vllm
 @pytest.mark.vllm
 def test_kernels_prepare_and_run_layers_as_vllm_hands_them(run_with_vllm: Any) -> None:
-    process = run_with_vllm("-c", KERNELS)
+    process = run_with_vllm("-c", KERNELS, "compiled")
     assert process.returncode == 0, process.stderr[-2000:]
     assert "RESULT ok" in process.stdout
 
