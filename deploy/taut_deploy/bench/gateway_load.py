@@ -20,6 +20,9 @@ import httptools
 
 HOST = "127.0.0.1"
 RECONNECT_S = 0.01
+FRESH_S = 4.0
+"""Longest pause after which a connection is used again, as clients' pools have one: uvicorn closes
+after 5 s, and a request that meets that is lost."""
 
 
 @dataclass
@@ -82,6 +85,7 @@ class Visitor(asyncio.Protocol):
         self.events = 0
         self.waiting = False
         self.asked = 0.0
+        self.free_since = 0.0
         self.first_event: asyncio.Future[bool] | None = None
         self._parser: httptools.HttpResponseParser | None = None
 
@@ -95,6 +99,7 @@ class Visitor(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport."""
         self.transport = cast("asyncio.Transport", transport)
+        self.free_since = time.monotonic()
 
     def ask(self) -> None:
         """Send the request."""
@@ -142,7 +147,8 @@ class Visitor(asyncio.Protocol):
             tally.done += 1
         else:
             tally.failures[str(status)] += 1
-        self.load.finished(self, status, time.monotonic() - self.asked)
+        self.free_since = time.monotonic()
+        self.load.finished(self, status, self.free_since - self.asked)
 
     def connection_lost(self, _: Exception | None) -> None:
         """Count an answer that was still awaited as lost."""
@@ -270,14 +276,22 @@ class OpenLoop(_Clients):
             if (pause := due - time.monotonic()) > 0:
                 await asyncio.sleep(pause)
             self.tally.lags.append(time.monotonic() - due)
-            visitor = self._free.pop() if self._free else await self._connect()
-            visitor.ask()
+            (await self._fresh()).ask()
         for _ in range(int(patience_s / 0.01)):
             if not any(visitor.waiting for visitor in self._visitors):
                 break
             await asyncio.sleep(0.01)
         self.tally.failures["no answer"] += sum(visitor.waiting for visitor in self._visitors)
         return self._end()
+
+    async def _fresh(self) -> Visitor:
+        """Return a free connection, the last used first, or a new one."""
+        while self._free:
+            visitor = self._free.pop()
+            if time.monotonic() - visitor.free_since < FRESH_S:
+                return visitor
+            visitor.transport.abort()
+        return await self._connect()
 
     def finished(self, visitor: Visitor, status: int, seconds: float) -> None:
         """Take the latency of a good answer; the connection is free again."""
