@@ -12,7 +12,7 @@ _given: set[int] = set()
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that was free just now, and not this one's answer before; not reserved."""
+    """A port of 127.0.0.1 that was free just now and was not given before; it is not reserved."""
     if len(_given) > len(_PORTS) // 2:
         _given.clear()
     for port in random.sample(_PORTS, _TRIES):
