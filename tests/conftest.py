@@ -14,6 +14,8 @@ from check_server import CheckServer
 
 OF_ENGINES = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_CI_ENV": "1", "HF_HUB_OFFLINE": "1"}
 """What tiny models are served with: a small cache, no warm-up, no question to a hub."""
+OF_MODELS = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+"""What tiny models are loaded with."""
 
 
 def pytest_configure() -> None:
@@ -47,24 +49,9 @@ def run_with_vllm(
 
     ``env`` comes on top of this environment without what asks vLLM or our kernels for something.
     """
-    servers: list[CheckServer] = []
-
-    def run(
-        *arguments: str, env: dict[str, str] | None = None, timeout: int = 580
-    ) -> subprocess.CompletedProcess[str]:
-        if not servers:
-            script = Path(__file__).parent / "forks" / "with_vllm.py"
-            asking = ("TAUT_", "VLLM_", "TRITON_INTERPRET")
-            kept = {
-                name: value for name, value in os.environ.items() if not name.startswith(asking)
-            }
-            env_of_server = {**kept, **OF_ENGINES, "PYTHONSAFEPATH": "1"}
-            servers.append(CheckServer(script, env_of_server, tmp_path_factory.mktemp("engines")))
-        return servers[0].run(arguments, timeout, env)
-
-    yield run
-    for server in servers:
-        server.close()
+    asking = ("TAUT_", "VLLM_", "TRITON_INTERPRET")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(asking)}
+    yield from _running("with_vllm", tmp_path_factory, {**kept, **OF_ENGINES})
 
 
 @pytest.fixture(scope="session")
@@ -72,7 +59,7 @@ def run_with_transformers(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
     """Run code in a process that has torch and transformers imported: see with_transformers.py."""
-    yield from _running("with_transformers", tmp_path_factory)
+    yield from _running("with_transformers", tmp_path_factory, {**os.environ, **OF_MODELS})
 
 
 @pytest.fixture(scope="session")
@@ -80,22 +67,24 @@ def run_with_compressor(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
     """Run code in a process that has the compressor imported: see with_compressor.py."""
-    yield from _running("with_compressor", tmp_path_factory)
+    yield from _running("with_compressor", tmp_path_factory, {**os.environ, **OF_MODELS})
 
 
 def _running(
-    name: str, folders: pytest.TempPathFactory
+    name: str, folders: pytest.TempPathFactory, environment: dict[str, str]
 ) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
-    """Run code in forks of one process; ``env`` comes on top of this environment."""
-    script = Path(__file__).parent / "forks" / f"{name}.py"
-    ours = {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1"}
-    environment = {**os.environ, **ours}
-    server = CheckServer(script, environment, folders.mktemp(name))
+    """Run arguments in forks of one process, which the first starts; ``env`` comes on top."""
+    servers: list[CheckServer] = []
 
     def run(
-        code: str, *arguments: object, env: dict[str, str] | None = None
+        *arguments: object, env: dict[str, str] | None = None, timeout: int = 580
     ) -> subprocess.CompletedProcess[str]:
-        return server.run([code, *map(str, arguments)], 580, env)
+        if not servers:
+            script = Path(__file__).parent / "forks" / f"{name}.py"
+            of_server = {**environment, "PYTHONSAFEPATH": "1"}
+            servers.append(CheckServer(script, of_server, folders.mktemp(name)))
+        return servers[0].run([*map(str, arguments)], timeout, env)
 
     yield run
-    server.close()
+    for server in servers:
+        server.close()

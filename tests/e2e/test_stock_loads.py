@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from check_server import RUN_SCRIPT
 from greedy import LENGTH, NEW_TOKENS, PROMPTS, SEQUENCES, Answer
 from serving import MODEL, Served
 from transformers import (
@@ -37,7 +38,6 @@ NEAR_TIE = 0.25  # two steps of a bf16 logit between 16 and 32
 A_A_FLOORS = 1.5
 """1.03 on 2026-11-23; of 956 distances the mean is known to a tenth."""
 _SCRIPT = Path(__file__).with_name("greedy.py")
-RUN_SCRIPT = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+RUN_SCRIPT = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
+"""Code that runs the script in its first argument, for servers whose ``main`` takes code."""
+
 
 class CheckServer:
     """Runs checks of one script, each in a fork of the process that imported it.

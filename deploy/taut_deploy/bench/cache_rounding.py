@@ -9,13 +9,12 @@ Command: ``python -m taut_deploy.bench.cache_rounding DIRECTORY --calibration FI
 
 import sys
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from taut_deploy.bench.two_texts import parser_of, tokens_of
+from taut_deploy.bench.two_texts import parser_of, reader_of
 from taut_deploy.compress.dense import load_dense
 from taut_deploy.compress.kv_cache import attention_through, cached, cached_int8
 from taut_deploy.compress.quantize.float8 import FP8_MAX
@@ -95,15 +94,12 @@ def divergence(
 def main(arguments: Iterable[str] | None = None) -> None:
     """Measure and print a table."""
     asked = parser_of(__doc__, 16).parse_args(None if arguments is None else list(arguments))
-
-    def read(file: Path) -> torch.Tensor:
-        return tokens_of(file, asked.directory, asked.sequences, asked.sequence_length)
-
+    read = reader_of(asked.directory, asked.sequence_length)
     model = load_dense(asked.directory, "cpu", trust_remote_code=False).float()
-    judged = read(asked.text)
+    judged = read(asked.text, asked.sequences)
     base = _log_probabilities(model, judged, lambda _, *states: states)
     sys.stdout.write("| rounded | mean KL, nats | perplexity ratio |\n|---|---|---|\n")
-    for name, way in ways(model, read(asked.calibration)).items():
+    for name, way in ways(model, read(asked.calibration, asked.sequences)).items():
         kl, ratio = divergence(base, _log_probabilities(model, judged, way), judged)
         sys.stdout.write(f"| {name} | {kl:.5f} | {ratio:.4f} |\n")
         sys.stdout.flush()

@@ -146,24 +146,18 @@ def taut(
 def _vllm_router(
     _: Path, programs: Path, ports: Sequence[int], port: int, policy: str = "cache_aware"
 ) -> Start:
-    argv = [
-        str(programs / "vllm-router"),
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-        "--policy",
-        policy,
-    ]
-    argv += ["--worker-urls", *_urls(ports), "--prometheus-port", str(free_port())]
-    argv += ["--worker-startup-check-interval", "1"]
-    return Start(argv, ready_path="/health")
+    return _router([str(programs / "vllm-router")], policy, ports, port)
 
 
 def _smg(_: Path, programs: Path, ports: Sequence[int], port: int) -> Start:
-    argv = [str(programs / "smg"), "launch", "--host", "127.0.0.1", "--port", str(port)]
-    argv += ["--policy", "cache_aware", "--worker-urls", *_urls(ports)]
-    argv += ["--max-concurrent-requests", str(MAX_OPEN), "--prometheus-port", str(free_port())]
+    program = [str(programs / "smg"), "launch", "--max-concurrent-requests", str(MAX_OPEN)]
+    return _router(program, "cache_aware", ports, port)
+
+
+def _router(program: Sequence[str], policy: str, ports: Sequence[int], port: int) -> Start:
+    """Start vllm-router or smg, of one descent."""
+    argv = [*program, "--host", "127.0.0.1", "--port", str(port), "--policy", policy]
+    argv += ["--worker-urls", *_urls(ports), "--prometheus-port", str(free_port())]
     argv += ["--worker-startup-check-interval", "1"]
     return Start(argv, ready_path="/health")
 

@@ -10,14 +10,13 @@ Command: ``python -m taut_deploy.bench.shared_layers DIRECTORY --calibration FIL
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 from torch import nn
 
-from taut_deploy.bench.two_texts import parser_of, tokens_of
+from taut_deploy.bench.two_texts import parser_of, reader_of
 from taut_deploy.compress.calibrate.gram import add_gram, mirror
 from taut_deploy.compress.dense import load_dense
 from taut_deploy.compress.lowrank.whitened_svd import whiten
@@ -218,10 +217,7 @@ def main(arguments: Iterable[str] | None = None) -> None:
     parser.add_argument("--judged", type=int, default=16)
     parser.add_argument("--step", type=int, default=6, help="between pairs of the first table")
     asked = parser.parse_args(None if arguments is None else list(arguments))
-
-    def read(file: Path, count: int) -> torch.Tensor:
-        return tokens_of(file, asked.directory, count, asked.sequence_length)
-
+    read = reader_of(asked.directory, asked.sequence_length)
     model = load_dense(asked.directory, "cpu", trust_remote_code=False).float()
     layers = Layers(model, read(asked.calibration, asked.sequences))
     _say(

@@ -1,6 +1,7 @@
 """What scripts that measure a model on one text, calibrated on another, are asked."""
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -25,7 +26,11 @@ def parser_of(description: str | None, sequences: int) -> argparse.ArgumentParse
     return parser
 
 
-def tokens_of(file: Path, directory: Path, count: int, length: int) -> torch.Tensor:
-    """A text in a model's tokens, [count, length] int64."""
-    found = tokenize_file(file, CheckpointTokenizer(directory), count, length)
-    return torch.tensor(found.sequences)
+def reader_of(directory: Path, length: int) -> Callable[[Path, int], torch.Tensor]:
+    """What turns a text and a number of sequences into a model's tokens, [count, length] int64."""
+    tokenizer = CheckpointTokenizer(directory)
+
+    def read(file: Path, count: int) -> torch.Tensor:
+        return torch.tensor(tokenize_file(file, tokenizer, count, length).sequences)
+
+    return read

@@ -51,16 +51,15 @@ def convert_gguf(source: Path, destination: Path) -> None:
     """
     parts = parts_of(source)
     if len(parts) == 1:
-        with read_once():
-            _convert(source, destination)
+        _convert(source, destination)
         return
     with tempfile.TemporaryDirectory(dir=destination) as work:
         whole = Path(work) / f"{stem_of(source)}.gguf"
         join_parts(parts, whole)
-        with read_once():
-            _convert(whole, destination)
+        _convert(whole, destination)
 
 
+@read_once()
 def _convert(source: Path, destination: Path) -> None:
     import torch
     from huggingface_hub.errors import StrictDataclassError

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from check_server import RUN_SCRIPT
 from safetensors.torch import save_file
 from tiny_models import pruned_data, recipe_data, write_llama, write_recipe
 from transformers import LlamaConfig
@@ -69,7 +70,6 @@ def write_deep(path: Path, layers: int) -> int:
 
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
-FORKED = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
 
 
 def run_alone(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -95,7 +95,7 @@ def test_the_peak_does_not_grow_with_depth(run_with_compressor, tmp_path):
         model = tmp_path / f"model-{layers}"
         sizes.append(write_deep(model, layers))
         # Forks of one process: what imports took for a moment is in neither peak.
-        forked = partial(run_with_compressor, FORKED)
+        forked = partial(run_with_compressor, RUN_SCRIPT)
         peaks.append(held(model, data, tmp_path / f"o-{layers}", forked))
     grown, more = peaks[1]["peak"] - peaks[0]["peak"], sizes[1] - sizes[0]
     whole = peaks[1]["peak"] - peaks[1]["before"]
