@@ -7,9 +7,9 @@ waits for the other and a job with threads takes none from its neighbour. A job 
 the tests that build images, those that start real workers, then folders. A third track has the
 tests that mostly wait, for helm or for a gateway. A track that has none of its own left takes the
 others' jobs. Tests that measure times have the whole machine to themselves afterwards.
-``PYTEST_ADDOPTS`` reaches all. Tests of the mark ``all_forms`` run with ``--all`` only. The last
-lines say what was skipped for want of a program or a device, and count all; the exit status is 1 if
-a test failed.
+``PYTEST_ADDOPTS`` reaches all. Tests of the mark ``long`` run with ``--all`` only, each file a job.
+The last lines say what was skipped for want of a program or a device, and count all; the exit
+status is 1 if a test failed.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ LONG = (
 )
 """The first jobs, in this order. Each makes something once for all its tests: images and their
 checkpoint, a served model, a process that has vLLM imported."""
-MARKED = ("-m", "all_forms")
-"""What pytest leaves out by default: minutes of compiling, for CI and for who changes a kernel."""
-OF_MARKED = "kernels/launch/test_aot.py"
+MARKED = ("-m", "long")
+"""What pytest leaves out by default: minutes of work, for CI and for who changes what it is on."""
+OF_MARKED = ("kernels/launch/test_aot.py", "deploy/compress/test_large_in_little.py")
+"""The files that have such tests."""
 TYPES = ["mypy"]
 """A job that is no run of pytest."""
 FOLDERS = ("kernels", "deploy")
@@ -91,9 +92,9 @@ def jobs() -> list[list[str]]:
     return [[str(TESTS / name) for name in names] for names in LONG] + _joined(_left_of(FOLDERS))
 
 
-def marked() -> list[str]:
-    """Return the arguments of the run of what has the mark."""
-    return [*MARKED, str(TESTS / OF_MARKED)]
+def marked() -> list[list[str]]:
+    """Return the arguments of each run of what has the mark."""
+    return [[*MARKED, str(TESTS / name)] for name in OF_MARKED]
 
 
 def waiting() -> list[list[str]]:
@@ -228,10 +229,10 @@ def main(arguments: Sequence[str] = ()) -> int:
     started = time.monotonic()
     results, printing = list[Result](), threading.Lock()
     busy, idle = deque(jobs()), deque(waiting())
-    if everything := "--all" in arguments:
-        busy.insert(len(LONG), marked())
-    if "--types" in arguments:
-        busy.insert(len(LONG), TYPES)
+    everything = "--all" in arguments
+    more = [*([TYPES] if "--types" in arguments else []), *(marked() if everything else [])]
+    for job in reversed(more):
+        busy.insert(len(LONG), job)
     mine, others = halves()
     tracks = (((busy, idle), others), ((idle, busy), None))
     threads = [

@@ -47,6 +47,13 @@ def test_no_test_is_left_out(runner: ModuleType) -> None:
         assert sum(file.is_relative_to(place) for place in places) == 1, file
 
 
+def test_every_file_with_the_mark_has_a_run(runner: ModuleType) -> None:
+    here = Path(__file__).parent
+    files = (file for file in here.rglob("test_*.py") if file != Path(__file__))
+    found = {str(file.relative_to(here)) for file in files if "mark.long\n" in file.read_text()}
+    assert found == set(runner.OF_MARKED)
+
+
 def test_what_measures_times_has_no_neighbour(runner: ModuleType) -> None:
     service = Path(__file__).parent / "service"
     overload, bad_input = (
@@ -82,7 +89,7 @@ import pytest
 def test_sample():
     pass
 
-@pytest.mark.all_forms
+@pytest.mark.long
 def test_form():
     pass
 """
@@ -90,7 +97,7 @@ def test_form():
 
 @pytest.mark.parametrize(
     ("arguments", "counted"),
-    [((), "1 deselected, 2 passed"), (("--all",), "3 passed")],
+    [((), "2 deselected, 3 passed"), (("--all",), "5 passed")],
 )
 def test_what_has_the_mark_runs_where_all_is_asked_for(
     arguments: tuple[str, ...],
@@ -100,15 +107,15 @@ def test_what_has_the_mark_runs_where_all_is_asked_for(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert (Path(__file__).parent / runner.OF_MARKED).exists()
-    file = tmp_path / runner.OF_MARKED
-    file.parent.mkdir(parents=True)
-    file.write_text(MARKED)
+    for name in runner.OF_MARKED:
+        file = tmp_path / name
+        file.parent.mkdir(parents=True)
+        file.write_text(MARKED)
     for name in ("TESTS", "LONG", "ALONE", "WAITING"):
         monkeypatch.setattr(runner, name, tmp_path if name == "TESTS" else ())
     (tmp_path / "alone.py").write_text("def test_times(): pass")
     monkeypatch.setattr(runner, "alone", lambda: [str(tmp_path / "alone.py")])
-    options = "-c /dev/null -p no:cacheprovider -m 'not all_forms' -W ignore"
+    options = "-c /dev/null -p no:cacheprovider -m 'not long' -W ignore"
     monkeypatch.setenv("PYTEST_ADDOPTS", options)
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     runner.main(arguments)
