@@ -15,7 +15,7 @@ help: ## list the targets
 serve: setup ## fetch SmolLM2-135M-Instruct, compress it, serve it on 127.0.0.1:8000
 	@exec $(BIN)/taut serve $(ARGS)
 
-test: setup system-tools chart-tools client-tools container-tools ## run the whole suite, or what ARGS tell pytest; with ALL=1 every form of the kernels, too
+test: setup system-tools chart-tools client-tools container-tools ## run the whole suite, or what ARGS tell pytest; with ALL=1 what takes minutes, too
 	@$(if $(strip $(ARGS)),$(BIN)/pytest $(ARGS),$(BIN)/python tests/run.py $(if $(ALL),--all) $(if $(TYPES),--types))
 
 setup: $(VENV)/.ready ## make .venv with the locked dependencies

@@ -7,9 +7,9 @@ waits for the other and a job with threads takes none from its neighbour. A job 
 the tests that build images, those that start real workers, then folders. A third track has the
 tests that mostly wait, for helm or for a gateway. A track that has none of its own left takes the
 others' jobs. Tests that measure times have the whole machine to themselves afterwards.
-``PYTEST_ADDOPTS`` reaches all. Tests of the mark ``all_forms`` run with ``--all`` only. The last
-lines say what was skipped for want of a program or a device, and count all; the exit status is 1 if
-a test failed.
+``PYTEST_ADDOPTS`` reaches all. Tests of the mark ``long`` run with ``--all`` only. The last lines
+say what was skipped for want of a program or a device, and count all; the exit status is 1 if a
+test failed.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ LONG = (
     ("e2e", "deploy/test_cache_warm.py"),
     ("deploy/compress",),
     ("kernels/plugin",),
+    ("kernels/launch/test_aot.py",),
 )
 """The first jobs, in this order. Each makes something once for all its tests: images and their
 checkpoint, a served model, a process that has vLLM imported."""
-MARKED = ("-m", "all_forms")
-"""What pytest leaves out by default: minutes of compiling, for CI and for who changes a kernel."""
-OF_MARKED = "kernels/launch/test_aot.py"
+ALL = ("-m", "")
+"""Takes back that pytest leaves out what has the mark: minutes of work, for CI and for who changes
+what it is on."""
 TYPES = ["mypy"]
 """A job that is no run of pytest."""
 FOLDERS = ("kernels", "deploy")
@@ -89,11 +90,6 @@ class Result(NamedTuple):
 def jobs() -> list[list[str]]:
     """Return the files and folders of each run on the two tracks, the longest first."""
     return [[str(TESTS / name) for name in names] for names in LONG] + _joined(_left_of(FOLDERS))
-
-
-def marked() -> list[str]:
-    """Return the arguments of the run of what has the mark."""
-    return [*MARKED, str(TESTS / OF_MARKED)]
 
 
 def waiting() -> list[list[str]]:
@@ -227,9 +223,8 @@ def main(arguments: Sequence[str] = ()) -> int:
     """
     started = time.monotonic()
     results, printing = list[Result](), threading.Lock()
-    busy, idle = deque(jobs()), deque(waiting())
-    if everything := "--all" in arguments:
-        busy.insert(len(LONG), marked())
+    chosen = ALL if "--all" in arguments else ()
+    busy, idle = (deque([*chosen, *job] for job in each) for each in (jobs(), waiting()))
     if "--types" in arguments:
         busy.insert(len(LONG), TYPES)
     mine, others = halves()
@@ -243,10 +238,8 @@ def main(arguments: Sequence[str] = ()) -> int:
     _track((busy, idle), results, printing, mine)
     for thread in threads:
         thread.join()
-    results.append(run(alone(), sys.stdout.write))
+    results.append(run([*chosen, *alone()], sys.stdout.write))
     counts, wanted = _totals(results)
-    if everything:  # what one run leaves out by the mark another has
-        del counts["deselected"]
     if wanted:
         names = ", ".join(f"{many} {name}" for name, many in wanted.most_common())
         sys.stdout.write(f"===== skipped tests want: {names} =====\n")

@@ -82,7 +82,7 @@ import pytest
 def test_sample():
     pass
 
-@pytest.mark.all_forms
+@pytest.mark.long
 def test_form():
     pass
 """
@@ -100,15 +100,13 @@ def test_what_has_the_mark_runs_where_all_is_asked_for(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert (Path(__file__).parent / runner.OF_MARKED).exists()
-    file = tmp_path / runner.OF_MARKED
-    file.parent.mkdir(parents=True)
-    file.write_text(MARKED)
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "test_forms.py").write_text(MARKED)
     for name in ("TESTS", "LONG", "ALONE", "WAITING"):
         monkeypatch.setattr(runner, name, tmp_path if name == "TESTS" else ())
     (tmp_path / "alone.py").write_text("def test_times(): pass")
     monkeypatch.setattr(runner, "alone", lambda: [str(tmp_path / "alone.py")])
-    options = "-c /dev/null -p no:cacheprovider -m 'not all_forms' -W ignore"
+    options = "-c /dev/null -p no:cacheprovider -m 'not long' -W ignore"
     monkeypatch.setenv("PYTEST_ADDOPTS", options)
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     runner.main(arguments)
@@ -213,7 +211,7 @@ def test_all_runs_are_counted_and_any_can_fail(
     *_, wants, last = capsys.readouterr().out.splitlines()
     failed = "1 failed, " if bad else ""
     many = 1 + len(folders) + len(files)
-    assert many == 19
+    assert many == 20
     counted = f"{failed}{3 * many - bool(bad)} passed, {many} skipped"
     assert last.startswith(f"===== all runs: {counted} in ")
     assert wants == f"===== skipped tests want: {many} frobnicator ====="

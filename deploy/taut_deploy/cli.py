@@ -32,6 +32,7 @@ from taut_deploy.commands import (
 )
 from taut_deploy.commands.output import printable
 from taut_deploy.errors import TautError
+from taut_deploy.idle_threads import let_threads_sleep
 from taut_deploy.out_of_memory import describe, where_memory_is_over
 from taut_deploy.versions import versions_line
 
@@ -98,6 +99,7 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     warnings.filterwarnings("ignore", category=FutureWarning)
+    let_threads_sleep()
     try:
         # Outside standalone mode typer returns the code of a raised Exit (130 after Ctrl-C).
         code = app(args=given or ["--help"], standalone_mode=False) or 0

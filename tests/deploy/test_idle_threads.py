@@ -6,33 +6,48 @@ import sys
 
 import pytest
 
-from taut_deploy.idle_threads import load_torch
+CHOICES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+# Like a command: what is imported on the way may ask whether torch is there, before it is loaded.
+COMMAND = """
+import importlib.util, inspect, os
+from taut_deploy import cli
 
-LOADED = "from taut_deploy.commands import {0}; {0}.load_torch(); import os, torch"
-TOLD = "print(os.environ.get('OMP_WAIT_POLICY'))"
+def load():
+    assert importlib.util.find_spec("torch") is not None
+    import torch
+    print(repr(os.environ.get("OMP_WAIT_POLICY")), torch.ones(2).sum().item())
+    assert inspect.getsource(torch.Tensor.backward) and torch.__spec__.loader is torch.__loader__
+
+cli.app.command(name="load")(load)
+cli.main(["load"])
+"""
 
 
-def test_torch_is_loaded_with_threads_that_sleep_and_children_are_not_told() -> None:
-    environment = {name: text for name, text in os.environ.items() if not name.startswith("OMP_")}
-    environment |= {"OMP_DISPLAY_ENV": "true", "PYTHONSAFEPATH": "1"}
+def settings_of(**chosen: str) -> tuple[str, str]:
+    """What libgomp says it goes by in a command that imports torch, and what a child would see."""
+    environment = {name: text for name, text in os.environ.items() if name not in CHOICES}
+    environment |= {"OMP_DISPLAY_ENV": "verbose", "PYTHONSAFEPATH": "1", **chosen}
     done = subprocess.run(
-        [sys.executable, "-c", f"{LOADED.format('validate')}; {TOLD}"],
+        [sys.executable, "-c", COMMAND],
         env=environment,
         capture_output=True,
         text=True,
         check=True,
     )
-    assert "OMP_WAIT_POLICY = 'PASSIVE'" in done.stderr, done.stderr
-    assert done.stdout.split() == ["None"]
+    assert done.stdout.endswith("2.0\n"), done.stdout
+    return done.stderr, done.stdout.split()[0]
 
 
-@pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"])
-def test_what_a_user_has_chosen_stays(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for other in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
-        monkeypatch.delenv(other, raising=False)
-    seen = []
-    load_torch(lambda: seen.append(os.environ.get("OMP_WAIT_POLICY")))
-    monkeypatch.setenv(name, "7")
-    load_torch(lambda: seen.append(os.environ.get("OMP_WAIT_POLICY")))
-    assert seen == ["passive", "7" if name == "OMP_WAIT_POLICY" else None]
-    assert os.environ[name] == "7"
+def test_every_command_loads_torch_with_threads_that_sleep_and_children_are_not_told() -> None:
+    said, seen = settings_of()
+    assert "GOMP_SPINCOUNT = '0'" in said, said  # it calls itself passive without a choice, too
+    assert seen == "None"
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_what_a_user_has_chosen_stays(name: str) -> None:
+    chosen = "active" if name == "OMP_WAIT_POLICY" else "7"
+    said, seen = settings_of(**{name: chosen})
+    assert "GOMP_SPINCOUNT = '" in said, said
+    assert "GOMP_SPINCOUNT = '0'" not in said, said
+    assert seen == (repr(chosen) if name == "OMP_WAIT_POLICY" else "None")

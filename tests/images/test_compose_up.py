@@ -288,6 +288,7 @@ def test_killed_worker_is_answered_for_honestly_and_comes_back(running, known):
     assert running.post(ASK)[1]["choices"][0]["text"].startswith(known)
 
 
+@pytest.mark.long  # tests/e2e has the same by processes
 def test_rollout_profile_moves_all_traffic_to_the_candidate(running, tmp_path):
     """As docker/README.md says it, by real containers; workers go on as they are."""
     before = {name: running.state(name)["Pid"] for name in ("worker", "worker-baseline")}
@@ -314,6 +315,7 @@ def test_rollout_profile_moves_all_traffic_to_the_candidate(running, tmp_path):
     assert {name: running.state(name)["Pid"] for name in before} == before
 
 
+@pytest.mark.long
 def test_a_harmed_candidate_is_rolled_back_and_clients_notice_nothing(running, known):
     """The same containers; the candidate's worker alone starts anew, from wrong scales."""
     assert rollout_status(running, MODEL)["phase"] == "complete", "the test above has run"

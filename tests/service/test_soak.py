@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import psutil
+import pytest
 from live_processes import House, house, report, scaled
 from raw_client import HOST, Client, body_of
 
@@ -163,6 +164,7 @@ def descriptors_of(home: House) -> int:
     return int(process.num_fds()) - pooled
 
 
+@pytest.mark.long  # the fault tests have each client by itself
 async def test_nothing_is_left_of_any_client(tmp_path: Path) -> None:
     async with house(tmp_path, behaviour=WORKER, admission=ADMISSION, timeouts=TIMES) as home:
         before = descriptors_of(home)

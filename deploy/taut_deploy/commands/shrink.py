@@ -23,7 +23,6 @@ from taut_deploy.commands.validate_options import NO_TEXT, Sampling
 from taut_deploy.errors import RecipeError
 from taut_deploy.files import checked_output
 from taut_deploy.home import TautHome
-from taut_deploy.idle_threads import load_torch
 from taut_deploy.models.names import checked_name
 from taut_deploy.progress import progress_reporter
 from taut_deploy.validate import ValidationJob
@@ -115,7 +114,6 @@ def shrink(
     Recipes are compressed and validated from the smallest on. Every try is kept in a ledger: the
     same command again goes on, and another policy judges the figures that are there.
     """
-    load_torch()
     from taut_deploy.attestation import read_signer
     from taut_deploy.bench.serve_report import describe_run
     from taut_deploy.frontier import report as results

@@ -20,7 +20,6 @@ from taut_deploy.commands.validate_options import (
     Servers,
     Tasks,
 )
-from taut_deploy.idle_threads import load_torch
 from taut_deploy.progress import progress_reporter
 from taut_deploy.validate import ValidationJob, ValidationResult, run_validation
 from taut_deploy.validate.errors import CouldNotValidateError
@@ -97,7 +96,6 @@ def _recorded(job: ValidationJob, key: Path | None) -> ValidationResult:
     from taut_deploy.validate.record import record, signer_for
 
     signer = signer_for(job, key)
-    load_torch()
     result = run_validation(job)
     record(job, result, signer)
     return result

@@ -1,6 +1,6 @@
 """Kernels × tiles compile for sm_80 and sm_90: no GPU, no spills, within shared memory.
 
-Here every kernel once; what has the mark `all_forms`, CI runs: one tile of every form, or what
+Here every kernel once; what has the mark `long`, CI runs: one tile of every form, or what
 TAUT_AOT_EVERY says. `make aot` compiles all.
 """
 
@@ -40,7 +40,7 @@ def test_every_kernel_compiles_clean(target: str) -> None:
     assert len(compiled_clean(target, None)) == len(kernels)
 
 
-@pytest.mark.all_forms
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 def test_variants_compile_clean(target: str) -> None:

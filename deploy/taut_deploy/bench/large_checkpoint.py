@@ -1,0 +1,221 @@
+"""A checkpoint of several gigabytes, compressed in less memory than it takes.
+
+Command: ``python -m taut_deploy.bench.large_checkpoint --folder DIR``. It writes a bf16 Llama of
+random blocks into ``DIR``, has ``taut compress`` make a checkpoint of it in a process that may hold
+only so much, prints what that took, and removes both.
+
+The bound is ``RLIMIT_DATA``, which needs no rights: private memory that may be written, from the
+moment it is reserved. Pages of files, which the system takes back when it wants to, are not in it.
+"""
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+WIDTH, INNER, HEAD = 2048, 5632, 128
+BLOCK_BYTES = 2 * (4 * WIDTH**2 + 3 * WIDTH * INNER)
+"""Of a block's linear layers in bf16: 103 MB."""
+_WORDS = 64
+
+
+def write_checkpoint(path: Path, blocks: int) -> int:
+    """Write a bf16 Llama, a shard for each block; all blocks have the same random weights.
+
+    Args:
+        path: directory to make.
+        blocks: how many.
+
+    Returns:
+        Bytes of its weights.
+    """
+    path.mkdir()
+    config = LlamaConfig(
+        vocab_size=_WORDS,
+        hidden_size=WIDTH,
+        intermediate_size=INNER,
+        num_hidden_layers=blocks,
+        num_attention_heads=WIDTH // HEAD,
+        num_key_value_heads=WIDTH // HEAD,
+        max_position_embeddings=512,
+        architectures=["LlamaForCausalLM"],
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+    )
+    config.save_pretrained(path)
+    _write_tokenizer(path)
+    torch.manual_seed(0)
+    block = _block()
+    index: dict[str, str] = {}
+    total = 0
+    for number in range(blocks + 1):
+        tensors = {f"model.layers.{number}.{name}": one for name, one in block.items()}
+        tensors = tensors if number < blocks else _outer()
+        shard = path / f"model-{number + 1:05d}-of-{blocks + 1:05d}.safetensors"
+        save_file(tensors, shard, metadata={"format": "pt"})
+        index |= dict.fromkeys(tensors, shard.name)
+        total += sum(one.nbytes for one in tensors.values())
+    text = json.dumps({"metadata": {"total_size": total}, "weight_map": index})
+    (path / "model.safetensors.index.json").write_text(text)
+    return total
+
+
+def _block() -> dict[str, torch.Tensor]:
+    square, wide, narrow = (WIDTH, WIDTH), (INNER, WIDTH), (WIDTH, INNER)
+    shapes = {f"self_attn.{name}_proj": square for name in "qkvo"}
+    shapes |= {"mlp.gate_proj": wide, "mlp.up_proj": wide, "mlp.down_proj": narrow}
+    block = {f"{name}.weight": _random(*shape) for name, shape in shapes.items()}
+    norms = ("input_layernorm", "post_attention_layernorm")
+    return block | {f"{name}.weight": torch.ones(WIDTH).bfloat16() for name in norms}
+
+
+def _outer() -> dict[str, torch.Tensor]:
+    embedding, head = _random(_WORDS, WIDTH), _random(_WORDS, WIDTH)
+    return {
+        "model.embed_tokens.weight": embedding,
+        "lm_head.weight": head,
+        "model.norm.weight": torch.ones(WIDTH).bfloat16(),
+    }
+
+
+def _random(rows: int, columns: int) -> torch.Tensor:
+    return torch.randn(rows, columns).mul_(columns**-0.5).bfloat16()
+
+
+def _write_tokenizer(path: Path) -> None:
+    words = {"<s>": 0, "<unk>": 1, **{f"w{i}": i for i in range(2, _WORDS)}}
+    core = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", unk_token="<unk>")
+    wrapped.save_pretrained(path)
+
+
+def write_recipe(path: Path, stage: dict[str, Any], sequences: int, length: int) -> Path:
+    """Write a recipe of one ``quantize`` stage, calibrated on random words beside it.
+
+    Args:
+        path: file to write.
+        stage: of its settings.
+        sequences: of the calibration.
+        length: of each, tokens.
+    """
+    words = torch.randint(2, _WORDS, (2 * sequences * length,)).tolist()
+    text = path.with_suffix(".txt")
+    text.write_text("\n".join(f"w{word}" for word in words))
+    calibration = {"source": "file", "path": str(text)}
+    calibration |= {"sequences": sequences, "sequence_length": length}
+    stages = [{"method": "quantize", **stage}]
+    path.write_text(
+        yaml.safe_dump({"name": path.stem, "calibration": calibration, "stages": stages})
+    )
+    return path
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a bounded process ended.
+
+    Attributes:
+        status: its exit status.
+        said: its standard error.
+        cpu_s: seconds of CPU, of it and the processes it waited for.
+        wall_s: seconds it took.
+        resident_bytes: the most it had in memory, pages of files included.
+    """
+
+    status: int
+    said: str
+    cpu_s: float
+    wall_s: float
+    resident_bytes: int
+
+
+def run_within(command: Iterable[str], limit_bytes: int) -> Outcome:
+    """Run a command that may have only so much private memory.
+
+    Args:
+        command: program and arguments.
+        limit_bytes: of each of its processes.
+    """
+    started = time.monotonic()
+    with tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen([*command], stdout=subprocess.DEVNULL, stderr=said)
+        # A Python has barely begun by then, and its children inherit the bound.
+        resource.prlimit(process.pid, resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        said.seek(0)
+        return Outcome(
+            process.returncode,
+            said.read(),
+            usage.ru_utime + usage.ru_stime,
+            time.monotonic() - started,
+            usage.ru_maxrss * 1024,  # Linux counts KiB
+        )
+
+
+def compress_within(model: Path, recipe: Path, output: Path, limit_bytes: int) -> Outcome:
+    """Have ``taut compress`` make a checkpoint in a bounded process.
+
+    Args:
+        model: directory of the model.
+        recipe: file.
+        output: checkpoint to make.
+        limit_bytes: of memory.
+    """
+    command = (sys.executable, "-m", "taut_deploy", "compress", str(model))
+    arguments = ("--recipe", str(recipe), "--output", str(output))
+    return run_within((*command, *arguments), limit_bytes)
+
+
+def main(arguments: Iterable[str] | None = None) -> int:
+    """Write, compress, print, remove; return the exit status of ``taut compress``."""
+    asked = _parser().parse_args(None if arguments is None else list(arguments))
+    stage = {"scheme": asked.scheme, "algorithm": asked.algorithm}
+    if asked.group_size is not None:
+        stage["group_size"] = asked.group_size
+    with tempfile.TemporaryDirectory(prefix="taut-large-", dir=asked.folder) as name:
+        folder = Path(name)
+        size = write_checkpoint(folder / "model", asked.blocks)
+        recipe = write_recipe(folder / "r.yaml", stage, asked.sequences, asked.sequence_length)
+        limit = int(asked.memory_mb * 1e6)
+        found = compress_within(folder / "model", recipe, folder / "out", limit)
+        shutil.rmtree(folder / "model")
+    sys.stdout.write(
+        f"{asked.scheme}, {asked.algorithm}: {size / 1e9:.2f} GB in {limit / 1e6:.0f} MB of private "
+        f"memory: exit status {found.status}, {found.resident_bytes / 1e6:.0f} MB in memory at most "
+        f"with pages of files, {found.cpu_s:.0f} CPU-s, {found.wall_s:.0f} s\n{found.said}"
+    )
+    return found.status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--folder", type=Path, required=True, help="with room for model and result")
+    parser.add_argument("--blocks", type=int, default=30, help="of 103 MB each")
+    parser.add_argument("--memory-mb", type=float, default=1500)
+    parser.add_argument("--scheme", default="FP8")
+    parser.add_argument("--algorithm", default="rtn")
+    parser.add_argument("--group-size", type=int)
+    parser.add_argument("--sequences", type=int, default=16)
+    parser.add_argument("--sequence-length", type=int, default=128)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
