@@ -205,6 +205,27 @@ def test_a_server_that_breaks_in_mid_run_leaves_what_was_measured(folder, tmp_pa
     assert not (output / "partial.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("harm", "problem"), [(broken, "NaN or infinite"), (gone, "is the server up")]
+)
+def test_the_command_says_what_broke_and_keeps_what_was_measured(
+    folder, tmp_path, capsys, harm, problem
+):
+    baseline, candidate = FakeServer(folder / "baseline"), FakeServer(folder / "candidate")
+    harm(candidate, 4)
+    with baseline.listening() as first, candidate.listening() as second:
+        given = ["validate", f"--baseline={first}", f"--candidate={second}", "--no-latency"]
+        given += [f"--policy={folder / 'loose.yaml'}", f"--text={folder / 'text.txt'}"]
+        given += [f"--output={tmp_path / 'r'}", "--sequences=6", "--sequence-length=24"]
+        assert main(given) == 3
+    said = capsys.readouterr().err.strip().splitlines()
+    assert second in said[-1] and problem in said[-1], said
+    assert not any("Traceback" in line for line in said)
+    assert sorted(file.name for file in (tmp_path / "r").glob("*.json")) == ["partial.json"]
+    kept = json.loads((tmp_path / "r" / "partial.json").read_text())
+    assert (kept["complete"], len(kept["text"])) == (False, 4)
+
+
 def test_the_command_takes_tasks(folder, tmp_path):
     arguments = ["validate", f"--baseline={folder / 'baseline'}"]
     arguments += [f"--candidate={folder / 'baseline'}", f"--policy={folder / 'loose.yaml'}"]
