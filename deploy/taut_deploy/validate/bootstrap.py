@@ -113,6 +113,8 @@ def _quantile_interval(
     values: Floats, probability: float, indices: NDArray[np.int64], alpha: float
 ) -> Interval:
     ordered = np.sort(values, axis=None)
+    if ordered[0] == ordered[-1]:  # as for identical checkpoints
+        return Interval(*[float(ordered[0])] * 5)
     above = 1.0 - probability
 
     @cache

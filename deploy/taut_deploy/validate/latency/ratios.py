@@ -143,7 +143,10 @@ def _jackknifed(estimate: float, left_out: Sequence[float]) -> Metric:
     two, one = (_student(pairs, alpha) * error for alpha in (0.025, 0.05))
     return Metric(
         math.exp(estimate),
-        *(_ratio(estimate + step) for step in (-two, two, -one, one)),
+        _ratio(estimate - two),
+        _ratio(estimate + two),
+        _ratio(estimate - one),
+        _ratio(estimate + one),
     )
 
 
