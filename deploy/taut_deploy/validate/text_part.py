@@ -59,7 +59,8 @@ class TextCompared:
 
 
 def _unresolved(rule: RuleOutcome) -> RuleOutcome:
-    """A limit on a quantile, whose interval the resamples alone make: not at so small an error."""
+    """A limit on a quantile: of shares as skewed as those above it, Student's interval, which is
+    all that is left at so small an error, holds less than it says."""
     if rule.metric not in QUANTILES:
         return rule
     why = "this look's interval ends where there are too few resamples; raise --bootstrap"
