@@ -59,8 +59,10 @@ class TextCompared:
 
 
 def _unresolved(rule: RuleOutcome) -> RuleOutcome:
-    """A limit on a quantile: of shares as skewed as those above it, Student's interval, which is
-    all that is left at so small an error, holds less than it says."""
+    """A limit on a quantile: at so small an error Student's interval is all that is left.
+
+    For shares as skewed as those above a quantile it is too narrow.
+    """
     if rule.metric not in QUANTILES:
         return rule
     why = "this look's interval ends where there are too few resamples; raise --bootstrap"
