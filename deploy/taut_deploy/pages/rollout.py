@@ -117,5 +117,6 @@ def _means(facts: Mapping[str, Any]) -> str:
     means = facts.get("means")
     told = [f"{facts[name]} {name}" for name in ("answers", "tokens") if name in facts]
     if isinstance(means, Mapping):
-        told += [f"{name} {value:g}" for name, value in means.items() if value]
+        numbers = {name: value for name, value in means.items() if isinstance(value, float)}
+        told += [f"{name} {value:g}" for name, value in numbers.items() if value]
     return ", ".join(told)

@@ -152,6 +152,8 @@ def test_what_people_wrote_into_a_log_is_shown_and_not_run(rolled):
     lines = read_log(rolled / "rollout" / "audit.jsonl")
     nasty = "<script>alert(1)</script>"
     lines[-1].state.why = lines[-1].actor = nasty
+    lines[-1].facts["means"] = {"kl": nasty, "loop": 0.5}
     text = render_rollout(lines, "audit.jsonl", "ok")
     assert "<script" not in text
-    assert text.count("&lt;script&gt;") == 3  # said above the table as well
+    assert text.count("&lt;script&gt;") == 3  # said above the table as well; no mean is a text
+    assert "loop 0.5" in text

@@ -18,7 +18,12 @@ Statistics 17, 1989): the medians are those of :func:`smooth_quantiles`.
 The 95th percentiles are those of all answers pooled: a smoothed one would be that of the slowest
 block. Their interval is the wider one of the expanded percentile interval
 (:func:`taut_deploy.validate.bootstrap.expanded_levels`) and Student's with the bootstrap's standard
-error. How often these intervals hold the truth: ``tests/deploy/test_validate_ratios.py``.
+error.
+
+``tests/deploy/test_validate_ratios.py`` has how often these intervals hold the truth: 95 % within
+one percent for medians and throughput of 12 and 24 blocks, in 95 % or more for 95th percentiles.
+Outside of it lie eight blocks on a machine whose speed wanders by half (throughput, 93.5 % of 4,000
+runs) and models whose own blocks vary by a fifth (95th percentiles, 94 % of 300).
 
 Failed requests have no latency and no tokens, but their time counts in the throughput. The share of
 them has the exact interval of Clopper & Pearson (Biometrika 26, 1934), requests taken as
