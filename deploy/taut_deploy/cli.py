@@ -20,6 +20,7 @@ from taut_deploy.commands import (
     plan,
     profile,
     promote,
+    report,
     roofline,
     running,
     serve,
@@ -46,7 +47,7 @@ for group in (model, task, bench, cache, promote):
 for command in (
     *(compress.compress, distil.distil, slim.slim, shrink.shrink, plan.plan),
     *(worker.worker, serve.serve, tune.tune, running.ps, running.logs, running.stop),
-    *(validate.validate, doctor.doctor),
+    *(validate.validate, report.report, doctor.doctor),
     *(roofline.roofline, profile.profile, memory.memory, explain.explain),
 ):
     app.command()(command)

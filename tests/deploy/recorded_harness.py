@@ -1,8 +1,8 @@
 """What lm-evaluation-harness 0.4.13 asked and returned for one task, in the place of itself.
 
-It takes 363 MB, and is not part of CI. ``harness_samples.json`` has the samples of a real run with
-the tiny models of the tests; here they are asked again, as its evaluator does, of the model that it
-is given. ``test_the_harness_runs_a_users_own_task_offline`` runs the real one where it is there.
+``harness_samples.json`` has the samples of a real run with the tiny models of the tests; here they
+are asked again, as its evaluator does, of the model that it is given. The real one takes seconds to
+import: ``tests/e2e/test_validate_quick.py`` runs it.
 """
 
 from __future__ import annotations

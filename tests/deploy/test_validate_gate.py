@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 
+import numpy as np
 import pytest
+from scipy import stats
 
 from taut_deploy.validate import CouldNotValidateError, Metric, Verdict
+from taut_deploy.validate.bootstrap import mean_interval, resample_indices
 from taut_deploy.validate.gate import (
     CLIENT_BUSY_LIMIT,
     combine,
@@ -94,6 +98,28 @@ def test_the_reason_names_the_interval_and_the_margin_its_distance():
     assert rule.margin == pytest.approx(-0.02)
     assert "[1.05, 1.07]" in rule.reason
     assert "max 1.03" in rule.reason
+
+
+def test_an_undecided_limit_names_the_sequences_that_decide_it_in_80_percent_of_runs():
+    """Checked by drawing so many, again and again, from what was estimated."""
+    policy, first = policy_of("{mean_kl: {max: 1.2}}"), 32
+    half = float(stats.t.isf(0.025, first - 1)) / math.sqrt(first)  # of values that spread by 1
+    measured = {"mean_kl": metric(1.0 - half, 1.0 + half)}
+    verdict, (rule,) = judge(policy, measured, accept_lower_bound=False, sequences=first)
+    assert verdict is Verdict.INCONCLUSIVE
+    needed = int(re.search(r"about ([\d,]+) sequences", rule.reason)[1].replace(",", ""))
+    rng, runs, passed = np.random.default_rng(1), 400, 0
+    for run in range(runs):
+        drawn = mean_interval(rng.normal(1.0, 1.0, needed), resample_indices(needed, 200, run))
+        passed += drawn.high <= 1.2
+    assert 0.74 <= passed / runs <= 0.86, needed
+
+
+def test_an_estimate_at_its_limit_is_not_promised_to_be_decided():
+    measured = {"mean_kl": metric(0.9, 1.1)}
+    policy = policy_of("{mean_kl: {max: 1.001}}")
+    _, (rule,) = judge(policy, measured, accept_lower_bound=False, sequences=32)
+    assert rule.reason.endswith("no number of sequences decides it")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -9,8 +10,16 @@ import pytest
 from scipy import stats
 
 from taut_deploy.validate.bootstrap import expanded_levels, resample_indices
+from taut_deploy.validate.job import Metric
+from taut_deploy.validate.latency import ratios
 from taut_deploy.validate.latency.measure import Block, Level
-from taut_deploy.validate.latency.ratios import RATIOS, error_rate, level_ratios
+from taut_deploy.validate.latency.ratios import (
+    RATIOS,
+    SAMPLES,
+    error_rate,
+    level_ratios,
+    smooth_quantiles,
+)
 from taut_deploy.validate.latency.stream import Answer, failed
 
 GAPS = 7
@@ -59,28 +68,53 @@ def test_ratios_of_constant_times_are_exact_and_have_no_width():
         assert metric.estimate == pytest.approx(expected)
 
 
-def test_intervals_equal_a_loop_over_the_resamples():
+def test_the_interval_of_a_tail_is_the_wider_one_of_a_loop_over_the_resamples():
     level = simulated(5, 1.2, blocks=9)
-    found = level_ratios(level, 250, 7)
-    gaps, throughputs = [], []
-    for choice in resample_indices(9, 250, 7):
-        pooled, rates = [], []
+    metric = level_ratios(level, 250, 7)["itl_p95_ratio"]
+    logs = []
+    for choice in [range(9), *resample_indices(9, 250, 7)]:
+        pooled = []
         for side in (0, 1):
-            chosen = [level.pairs[i][side] for i in choice]
-            answers = [answer for one in chosen for answer in one.answers]
+            answers = [answer for i in choice for answer in level.pairs[i][side].answers]
             pooled.append(np.quantile([gap for answer in answers for gap in answer.gaps_s], 0.95))
-            tokens = sum(answer.tokens for answer in answers)
-            rates.append(tokens / sum(one.wall_s for one in chosen))
-        gaps.append(pooled[1] / pooled[0])
-        throughputs.append(rates[1] / rates[0])
-    for name, drawn in (("itl_p95_ratio", gaps), ("throughput_ratio", throughputs)):
-        low, high, one_low, one_high = np.quantile(drawn, expanded_levels(9))
-        metric = found[name]
-        assert metric.low == pytest.approx(low, rel=1e-12)
-        assert metric.high == pytest.approx(high, rel=1e-12)
-        assert metric.one_sided_low == pytest.approx(one_low, rel=1e-12)
-        assert metric.one_sided_high == pytest.approx(one_high, rel=1e-12)
-        assert low < metric.estimate < high
+        logs.append(math.log(pooled[1] / pooled[0]))
+    estimate, *drawn = logs
+    spread = np.std(drawn, ddof=1) * math.sqrt(9 / 8)
+    for ends, levels, alpha in (
+        ((metric.low, metric.high), expanded_levels(9)[:2], 0.025),
+        ((metric.one_sided_low, metric.one_sided_high), expanded_levels(9)[2:], 0.05),
+    ):
+        low, high = np.quantile(drawn, levels)
+        student = stats.t.isf(alpha, 7) * spread
+        expected = min(low, estimate - student), max(high, estimate + student)
+        assert ends == pytest.approx(np.exp(expected), rel=1e-12)
+    assert metric.estimate == pytest.approx(math.exp(estimate), rel=1e-12)
+
+
+def test_the_interval_of_a_throughput_is_the_jackknifes():
+    level = simulated(5, 1.2, blocks=9)
+    metric = level_ratios(level, 200, 7)["throughput_ratio"]
+
+    def log_ratio(chosen):
+        seconds = [sum(pair[side].wall_s for pair in chosen) for side in (0, 1)]
+        return math.log(seconds[0] / seconds[1])  # equally many tokens
+
+    pairs = level.pairs
+    whole = log_ratio(pairs)
+    left_out = [log_ratio([*pairs[:at], *pairs[at + 1 :]]) for at in range(9)]
+    error = math.sqrt(8 / 9 * sum((one - whole) ** 2 for one in left_out))
+    assert metric.estimate == pytest.approx(math.exp(whole))
+    assert metric.low == pytest.approx(math.exp(whole - stats.t.isf(0.025, 7) * error))
+    assert metric.one_sided_high == pytest.approx(math.exp(whole + stats.t.isf(0.05, 7) * error))
+
+
+def test_a_smooth_median_is_what_draws_have_on_average():
+    """Three draws of four values: of all 64, the mean median."""
+    values = np.array([1.0, 2.0, 4.0, 9.0])
+    medians = [np.median(draw) for draw in itertools.product(values, repeat=3)]
+    assert smooth_quantiles(values, 0.5, 3) == pytest.approx(np.mean(medians))
+    many = np.random.default_rng(0).lognormal(size=2001)
+    assert smooth_quantiles(many, 0.5, 10**7) == pytest.approx(np.median(many), rel=1e-3)
 
 
 def test_the_seed_alone_decides():
@@ -102,30 +136,56 @@ def test_expanded_levels_undo_what_the_plain_percentiles_lack():
     assert expanded_levels(10**6) == pytest.approx([0.025, 0.975, 0.05, 0.95], abs=1e-5)
 
 
+TRUTH = 1.3
+RUNS = 2000
+"""A share of 95 % of them is known to within 0.5 %, one standard error."""
+
+
 @pytest.fixture(scope="module")
-def coverage() -> dict[str, tuple[float, float]]:
-    """Name → (share of simulated runs whose interval holds the truth, share wholly above it)."""
-    truth, trials = 1.3, 120
-    counts = {name: [0, 0] for name in RATIOS}
-    for seed in range(trials):
-        for name, metric in level_ratios(simulated(seed, truth), 200, seed).items():
-            true = 1 / truth if name == "throughput_ratio" else truth
-            counts[name][0] += metric.low <= true <= metric.high
-            counts[name][1] += metric.low > true
-    return {name: (held / trials, above / trials) for name, (held, above) in counts.items()}
+def sharp() -> dict[str, list[Metric]]:
+    """Intervals of smooth ratios in simulated runs of the default number of blocks."""
+    found: dict[str, list[Metric]] = {name: [] for name in RATIOS if "p95" not in name}
+    for seed in range(RUNS):
+        level = simulated(seed, TRUTH, blocks=(12, 24)[seed % 2], drift=(0.0, 0.2, 0.5)[seed % 3])
+        for kind, samples in SAMPLES.items():
+            pairs = [(np.array(samples(b)), np.array(samples(c))) for b, c in level.pairs]
+            found[f"{kind}_p50_ratio"].append(ratios._median_ratio(pairs))
+        found["throughput_ratio"].append(ratios._throughput_ratio(level))
+    return found
 
 
-@pytest.mark.parametrize("name", RATIOS)
-def test_intervals_cover_the_truth_about_as_often_as_they_say(coverage, name):
-    held, _ = coverage[name]
-    # Two standard errors of 120 trials at 95 % are 4 %.
-    assert held >= 0.90
+def truth_of(name: str) -> float:
+    return 1 / TRUTH if name == "throughput_ratio" else TRUTH
 
 
-@pytest.mark.parametrize("name", ["ttft_p50_ratio", "itl_p50_ratio", "e2e_p50_ratio"])
-def test_a_candidate_exactly_at_the_limit_seldom_fails(coverage, name):
-    """FAIL takes the whole interval above: 2.5 % by its definition."""
-    assert coverage[name][1] <= 0.05
+@pytest.mark.parametrize("name", [name for name in RATIOS if "p95" not in name])
+def test_intervals_of_medians_and_throughput_hold_the_truth_in_95_percent(sharp, name):
+    """Within one percent, on calm machines and on such whose speed wanders by half."""
+    held = np.mean([metric.low <= truth_of(name) <= metric.high for metric in sharp[name]])
+    print(f"{name}: {held:.2%}")
+    assert held == pytest.approx(0.95, abs=0.01)
+
+
+@pytest.mark.parametrize("name", [name for name in RATIOS if "p95" not in name])
+def test_a_candidate_exactly_at_the_limit_seldom_fails_or_passes(sharp, name):
+    """Either takes the whole interval on one side: 2.5 % by its definition."""
+    above = np.mean([metric.low > truth_of(name) for metric in sharp[name]])
+    below = np.mean([metric.high < truth_of(name) for metric in sharp[name]])
+    chance = 3 * math.sqrt(0.025 * 0.975 / RUNS)
+    assert max(above, below) <= 0.025 + 0.005 + chance
+
+
+def test_intervals_of_tails_hold_the_truth_at_least_in_95_percent():
+    """A twentieth of the answers lies in few blocks: no method has an exact interval of them."""
+    runs = 150
+    held = dict.fromkeys((name for name in RATIOS if "p95" in name), 0)
+    for seed in range(runs):
+        for name, metric in level_ratios(simulated(seed, TRUTH), 200, seed).items():
+            if name in held:
+                held[name] += metric.low <= TRUTH <= metric.high
+    print({name: count / runs for name, count in held.items()})
+    # Less by two standard errors of so many runs.
+    assert min(held.values()) / runs >= 0.95 - 2 * math.sqrt(0.05 * 0.95 / runs)
 
 
 def test_what_hits_both_models_of_a_pair_alike_hardly_widens_the_throughput_ratio():
@@ -209,3 +269,13 @@ def test_all_requests_failed():
     metric = error_rate(8, 8)
     assert (metric.estimate, metric.high) == (1.0, 1.0)
     assert metric.low == pytest.approx(0.025 ** (1 / 8))
+
+
+def test_tokens_of_the_candidate_in_one_block_alone_bound_nothing_from_above():
+    """Without that block it writes nothing: a ratio of zero has no logarithm."""
+    lost = Block(tuple(failed("HTTP 500", 0.1, 500) for _ in range(4)), 0.1, went_first=True)
+    found = level_ratios(level_of(constant(0.1), [*constant(0.1, 1), *[lost] * 7]), 200, 0)
+    metric = found["throughput_ratio"]
+    assert (metric.low, 0 < metric.estimate < 1, 1e5 < metric.high < 1e7) == (0.0, True, True)
+    none = level_ratios(level_of(constant(0.1), [lost] * 8), 200, 0)["throughput_ratio"]
+    assert (none.estimate, none.high) == (0.0, 0.0)

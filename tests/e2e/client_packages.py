@@ -1,4 +1,4 @@
-"""Clients in folders of their own, because what they need is other versions than taut's."""
+"""Packages in folders of their own: clients that need other versions than taut, and lm-eval."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 _SHARE = Path(sys.prefix) / "share"
+_NEEDED = {"langchain": (), "guidellm": ("datasets",), "eval": ("datasets",)}
+"""Further folders of each."""
 _LANGCHAIN = """
 import json, os
 from langchain_openai import ChatOpenAI
@@ -22,14 +24,23 @@ chat = ChatOpenAI(
 """
 
 
+def _folders(name: str) -> list[Path]:
+    return [_SHARE / folder for folder in (name, *_NEEDED[name])]
+
+
 def _needs(name: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(
-        not (_SHARE / name / "locked.txt").is_file(),
+        not all((folder / "locked.txt").is_file() for folder in _folders(name)),
         reason=f"NO {name} HERE: this client is NOT run; make client-tools",
     )
 
 
-needs_langchain, needs_guidellm = _needs("langchain"), _needs("guidellm")
+needs_langchain, needs_guidellm, needs_lm_eval = map(_needs, _NEEDED)
+
+
+def python_path(name: str) -> str:
+    """Return what PYTHONPATH has to be for a client's packages to come before all others."""
+    return os.pathsep.join(map(str, _folders(name)))
 
 
 def run_client(name: str, *arguments: str, **variables: str) -> str:
@@ -42,7 +53,7 @@ def run_client(name: str, *arguments: str, **variables: str) -> str:
     """
     done = subprocess.run(
         [sys.executable, *arguments],
-        env={**os.environ, "PYTHONPATH": str(_SHARE / name), "HF_HUB_OFFLINE": "1", **variables},
+        env={**os.environ, "PYTHONPATH": python_path(name), "HF_HUB_OFFLINE": "1", **variables},
         capture_output=True,
         text=True,
         timeout=200,

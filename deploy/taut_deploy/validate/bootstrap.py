@@ -7,12 +7,18 @@ same rows: the comparison is paired.
 Means get the studentised interval (Efron & Tibshirani, An Introduction to the Bootstrap, 1993,
 §12.5), because the plain percentile interval is too narrow for few blocks: over 600 simulated
 samples of 16 skewed (log-normal) blocks, the nominal 95 % interval covered 86 % (percentile), 87 %
-(BCa), 88 % (Student t) and 91 % (studentised); for 16 normal blocks 90, 91, 96 and 95 %. Quantiles
-have no standard error of their own to divide by and get the percentile interval (ibid., §13.3).
+(BCa), 88 % (Student t) and 91 % (studentised); for 16 normal blocks 90, 91, 96 and 95 %.
+
+Quantiles have no standard error of their own to divide by. A value is in their interval where the
+share of positions above it, a mean, may be what the quantile says (Francisco and Fuller, "Quantile
+estimation with a complex survey design", Annals of Statistics 19, 1991, §4). Percentiles of
+resampled quantiles held the truth in 87 % only, for the 99th percentile of 32 sequences.
 """
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +27,7 @@ from scipy import stats
 Floats = NDArray[np.float64]
 ALPHA = 0.05
 """One minus the confidence of an interval that is looked at once."""
+_LARGEST = 1e6  # in place of an infinite end, which JSON has no word for
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,26 +95,48 @@ def quantile_intervals(
     indices: NDArray[np.int64],
     alpha: float = ALPHA,
 ) -> list[Interval]:
-    """Expanded percentile bootstrap intervals of pooled quantiles; see :func:`expanded_levels`.
+    """Intervals of pooled quantiles: of the values that the shares above them do not refute.
 
     Args:
         values: [blocks, positions] fp64.
-        probabilities: quantiles wanted, each in [0, 1].
+        probabilities: quantiles wanted, each in (0, 1).
         indices: [resamples, blocks] from :func:`resample_indices`.
         alpha: one minus the confidence of the two-sided interval.
 
     Returns:
         One interval per probability.
     """
-    estimates = np.quantile(values, probabilities)
-    drawn = np.empty((len(indices), len(probabilities)))
-    for row, choice in enumerate(indices):
-        drawn[row] = np.quantile(values[choice], probabilities)
-    ends = np.quantile(drawn, expanded_levels(len(values), alpha), axis=0)
-    return [
-        Interval(float(estimate), *(float(end) for end in column))
-        for estimate, column in zip(estimates, ends.T, strict=True)
-    ]
+    return [_quantile_interval(values, float(p), indices, alpha) for p in probabilities]
+
+
+def _quantile_interval(
+    values: Floats, probability: float, indices: NDArray[np.int64], alpha: float
+) -> Interval:
+    ordered = np.sort(values, axis=None)
+    if ordered[0] == ordered[-1]:  # as for identical checkpoints
+        return Interval(*[float(ordered[0])] * 5)
+    above = 1.0 - probability
+
+    @cache
+    def share(at: int) -> Interval:
+        """Of positions above a value: it falls as the value grows."""
+        return mean_interval((values > ordered[at]).mean(axis=1), indices, alpha)
+
+    def first(seen: Callable[[Interval], bool], start: int, end: int) -> int:
+        return bisect_left(range(end), True, lo=start, key=lambda at: seen(share(at)))
+
+    estimate, last = float(np.quantile(ordered, probability)), ordered.size - 1
+    middle = min(int(np.searchsorted(ordered, estimate)), last)
+    low = first(lambda seen: seen.low <= above, 0, middle)
+    one_low = first(lambda seen: seen.one_sided_low <= above, low, middle)
+    lowest = (min(float(ordered[at]), estimate) for at in (low, one_low))
+    if probability**ordered.size > alpha / 2:  # too few positions for one of them to be above it
+        highest = iter((_LARGEST, _LARGEST))
+    else:
+        high = min(first(lambda seen: seen.high < above, middle, last + 1), last)
+        one_high = first(lambda seen: seen.one_sided_high < above, middle, high)
+        highest = (max(float(ordered[at]), estimate) for at in (high, one_high))
+    return Interval(estimate, next(lowest), next(highest), next(lowest), next(highest))
 
 
 def expanded_levels(blocks: int, alpha: float = ALPHA) -> NDArray[np.float64]:

@@ -8,8 +8,11 @@ than the customary 5 %. PASS takes every limit, so that many limits make it no l
 Accuracy, tasks, slices and latency are judged alike; the verdict is the worst of all.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+
+from scipy import stats
 
 from taut_deploy.validate.bounds import Bounds
 from taut_deploy.validate.job import Metric, RuleOutcome, Verdict
@@ -21,6 +24,8 @@ _MORE_REQUESTS = "raise --latency-requests"
 LATENCY = "latency"
 # As few independent values all lie on one side of their median with more than 5 %: 2 x 0.5**n.
 _QUANTILES_NEED = 6
+_POWER = 0.8
+_MOST_NARROWED = 30.0  # an interval, by a thousand times the sequences
 CLIENT_BUSY_LIMIT = 0.7
 """Share of the time the measuring thread may compute before its own delays count."""
 
@@ -42,12 +47,34 @@ def judge(
     outcomes = []
     for name, limit in policy.require.limits.items():
         for side, value in limit.sides:
-            outcome = judge_limit(name, side, value, metrics[name], accept_lower_bound)
+            metric = metrics[name]
+            more = more_sequences(value, metric, sequences)
+            outcome = judge_limit(name, side, value, metric, accept_lower_bound, more)
             if name in QUANTILES and sequences < _QUANTILES_NEED:
                 few = f"{sequences} sequences bound no quantile; use {_QUANTILES_NEED} or more"
                 outcome = replace(outcome, verdict=Verdict.INCONCLUSIVE, reason=few)
             outcomes.append(outcome)
     return combine(outcome.verdict for outcome in outcomes), tuple(outcomes)
+
+
+def more_sequences(limit: float, metric: Metric, sequences: int) -> str:
+    """How many sequences decide a limit in 80 % of runs, if the estimate is the truth.
+
+    An interval is as much narrower as the root of their number is larger.
+
+    Args:
+        limit: the value.
+        metric: what was measured.
+        sequences: that were compared.
+    """
+    distance = abs(limit - metric.estimate)
+    half = abs((metric.high if limit > metric.estimate else metric.low) - metric.estimate)
+    if distance * _MOST_NARROWED <= half:
+        return "the estimate lies at the limit, and no number of sequences decides it"
+    z = float(stats.norm.isf(0.025))
+    wider = 1 + float(stats.norm.ppf(_POWER)) / z
+    needed = math.ceil(sequences * (wider * half / distance) ** 2)
+    return f"about {needed:,} sequences decide it in {_POWER:.0%} of runs, if the estimate is right"
 
 
 def judge_bounds(

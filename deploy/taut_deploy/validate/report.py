@@ -181,7 +181,7 @@ def build(
         "text": _text_section(job, text, comparison),
         "statistics": {
             "interval": "two-sided 95 % over all looks, bootstrap over sequences; studentised for "
-            "means, percentile for quantiles",
+            "means, and for the share above a quantile",
             "looks": list(found.looks),
             "resamples": job.bootstrap,
             "seed": job.seed,

@@ -59,7 +59,10 @@ class TextCompared:
 
 
 def _unresolved(rule: RuleOutcome) -> RuleOutcome:
-    """A limit on a quantile, whose interval the resamples alone make: not at so small an error."""
+    """A limit on a quantile: at so small an error Student's interval is all that is left.
+
+    For shares as skewed as those above a quantile it is too narrow.
+    """
     if rule.metric not in QUANTILES:
         return rule
     why = "this look's interval ends where there are too few resamples; raise --bootstrap"

@@ -129,6 +129,39 @@ def test_an_interval_over_clusters_covers_where_items_hang_together():
     assert naive / runs < 0.9, "the items of this simulation do hang together"
 
 
+@pytest.mark.parametrize("prompts", [4, 12, 20])
+def test_intervals_over_the_prompts_of_a_slice_cover(prompts):
+    """Likelihoods over texts and ratios of lengths; four are the windows of a long context."""
+    generator, runs = np.random.default_rng(7), 1500
+    covered = {"likelihood": 0, "lengths": 0}
+    for run in range(runs):
+        tokens = generator.integers(20, 60, prompts).astype(float)
+        each = tokens * generator.gamma(4.0, 0.25, prompts)
+        low, high = ratio_interval(ClusterRatio(each, tokens), 0.05, resamples=300, seed=run)
+        covered["likelihood"] += low <= 1.0 <= high
+        lengths = tokens * generator.lognormal(0.0, 0.3, prompts)
+        low, high = ratio_interval(ClusterRatio(lengths, tokens), 0.05, resamples=300, seed=run)
+        covered["lengths"] += low <= math.exp(0.045) <= high
+    # 95 % within one percent, and two standard errors of so many runs on top.
+    for name, count in covered.items():
+        assert count / runs == pytest.approx(0.95, abs=0.01 + 0.011), name
+
+
+@pytest.mark.parametrize("prompts", [12, 20])
+@pytest.mark.parametrize("shares", SHARES)
+def test_intervals_of_shares_over_few_prompts_cover_at_least(shares, prompts):
+    """Of so few whole numbers no interval covers exactly: these are wide, not wrong."""
+    both, worse, better, _ = shares
+    runs = drawn(shares, prompts, 4000)
+    assert covered(runs, difference_interval, better - worse) >= 0.95
+    right = [counts for counts in runs if counts.baseline_right]
+    assert covered(right, recovery_interval, (both + better) / (both + worse)) >= 0.95
+    agree = [wilson_interval(prompts - counts.flips, prompts, Z) for counts in runs]
+    # Wilson's covers 95 % on the average over shares; of one share it may be a percent less.
+    held = np.mean([low <= 1 - worse - better <= high for low, high in agree])
+    assert held >= 0.93
+
+
 def test_equal_clusters_have_no_width():
     ratio = ClusterRatio(np.array([2.0, 4.0]), np.array([4.0, 8.0]))
     assert ratio_interval(ratio, 0.05, resamples=200, seed=0) == (0.5, 0.5)

@@ -58,6 +58,29 @@ def test_false_alarms_stay_below_alpha_at_whatever_time_one_looks(name: str, sid
     assert share <= ALPHA + 3 * math.sqrt(ALPHA * (1 - ALPHA) / RUNS)
 
 
+@pytest.mark.parametrize("side", [1, -1], ids=["above", "below"])
+@pytest.mark.parametrize(
+    ("worst", "chance"), [(0.0, BOUND), (-1.0, (1 + BOUND) / 2)], ids=["rare and total", "ruinous"]
+)
+def test_false_alarms_stay_below_alpha_over_twenty_thousand_answers(
+    worst: float, chance: float, side: int
+) -> None:
+    """Looked at after each block of answers; of two values, how many were the greater one is all
+    that a block has to be drawn by."""
+    rng, block, blocks = np.random.default_rng(21), 100, 200
+    bets = np.array(SHARES) / (1 + side * BOUND)
+    won, lost = (np.log1p(bets * side * (value - BOUND)) for value in (1.0, worst))
+    logs, best = np.zeros((RUNS, len(bets))), np.zeros(RUNS)
+    for _ in range(blocks):
+        ones = rng.binomial(block, chance, RUNS)[:, None]
+        logs += ones * won + (block - ones) * lost
+        top = logs.max(axis=1)
+        best = np.maximum(best, top + np.log(np.exp(logs - top[:, None]) @ np.array(WEIGHTS)))
+    share = float((best >= math.log(1 / ALPHA)).mean())
+    print(f"side {side:+d}: {share:.4f} false alarms in {RUNS} runs of {block * blocks}")
+    assert share <= ALPHA + 3 * math.sqrt(ALPHA * (1 - ALPHA) / RUNS)
+
+
 def test_a_test_that_looks_at_every_observation_naively_would_be_noticed() -> None:
     """The simulation can fail: a t-test at the same alpha, looked at each time, does."""
     rng = np.random.default_rng(3)

@@ -69,6 +69,13 @@ async def test_the_page_shows_the_rollout_and_its_buttons_move_it(
             await agreement_is_drawn(page, admin)
             label = "document.querySelector('svg[aria-label^=kl]').getAttribute('aria-label')"
             assert (await page.value(label)).endswith(", at most 0.13")
+            await click(page, "Hold")
+            await page.value("document.getElementById('why').value = 'lunch'")
+            await click(page, "Do it")
+            await has(page, "small is held at 0 %: lunch.")
+            await click(page, "Go on")
+            await click(page, "Do it")
+            await has(page, "small is running at 0 %")
             await click(page, "Roll back")
             await page.value("document.getElementById('why').value = 'a hunch'")
             await click(page, "Do it")

@@ -23,7 +23,10 @@ _ORDER = (
     "blocks of the two models alternate; of each two pairs one begins with the baseline, which "
     "one is drawn; one warm-up block per model and concurrency is left out"
 )
-_INTERVAL = "two-sided 95 %, bootstrap over pairs of blocks, expanded percentiles"
+_INTERVAL = (
+    "two-sided 95 %, pairs of blocks left out or resampled: jackknife for medians (smoothed) and "
+    "throughput, the wider of two bootstraps for 95th percentiles"
+)
 
 
 def unmeasured_section(why: str, bounds: LatencyBounds | None) -> dict[str, Any]:

@@ -142,6 +142,24 @@ def sizes(bytes_by_role: Mapping[str, int]) -> str:
     return _drawn(draw, 1.3)
 
 
+def shares(points: Sequence[tuple[float, float]], unit: str) -> str:
+    """The share of a candidate over time, which stays until the next step.
+
+    Args:
+        points: time since the start, and percent from then on.
+        unit: of the times.
+    """
+
+    def draw(axes: "Axes") -> None:
+        axes.step(*zip(*points, strict=True), where="post", color=_CANDIDATE, linewidth=1.6)
+        axes.plot(*zip(*points, strict=True), "o", color=_CANDIDATE, markersize=4)
+        axes.set_xlabel(f"{unit} since the start")
+        axes.set_ylabel("% of the traffic")
+        axes.set_ylim(-4, 104)
+
+    return _drawn(draw, 2.2)
+
+
 def _drawn(draw: Any, height: float) -> str:
     import matplotlib as mpl
     from matplotlib.figure import Figure
