@@ -19,7 +19,12 @@ from serving import Served
 
 from taut_deploy.models import ModelRecord
 
-pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.timeout(1800)]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.vllm,
+    pytest.mark.long,  # on tiny models the other files of validation have each part
+    pytest.mark.timeout(1800),
+]
 DOCS = Path(__file__).parents[2] / "docs"
 MINUTES, CORES = 3, 2
 """What a quick validation may take."""
