@@ -1,8 +1,8 @@
 """A token's W8A8 products on one thread of this CPU: ours, oneDNN's, FBGEMM's, and their floor.
 
-Usage: ``OMP_NUM_THREADS=1 python -m taut_bench.cpu_int8``. All products of
-SmolLM2-135M (106 MB of codes; :mod:`.cpu_products`), quantisation of the activations in it. Without AVX-512: ``ATEN_CPU_CAPABILITY=avx2
-ONEDNN_MAX_CPU_ISA=AVX2``.
+Usage: ``OMP_NUM_THREADS=1 python -m taut_bench.cpu_int8``. All products of SmolLM2-135M (106 MB of
+codes; :mod:`.cpu_products`), quantisation of the activations in it. Without AVX-512:
+``ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2``.
 """
 
 from __future__ import annotations

@@ -210,7 +210,10 @@ def test_a_card_takes_the_model_s_type_and_a_cpu_bf16(card, explain):
     assert "groups of 128 in fp16" in explain(GPTQ, dtype="float16")[QKV][1]
     assert explain(GPTQ, torch_dtype="bfloat16")[QKV][1] == ""
     card(None)
-    assert explain(GPTQ, torch_dtype="float16")[QKV][0] == "taut::weight_only_linear_cpu or torch's int4"
+    assert (
+        explain(GPTQ, torch_dtype="float16")[QKV][0]
+        == "taut::weight_only_linear_cpu or torch's int4"
+    )
 
 
 OLDER_AWQ = {"quant_method": "awq", "w_bit": 4, "q_group_size": 64, "zero_point": True}

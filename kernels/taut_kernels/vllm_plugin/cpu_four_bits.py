@@ -13,6 +13,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
+from taut_kernels.gemm.w4a16 import cpu as _torchs  # noqa: F401  defines its op
 from taut_kernels.gemm.w4a16 import disk
 from taut_kernels.gemm.weight_only import cpu_linear
 from taut_kernels.launch import cpp_library
@@ -58,14 +59,14 @@ def _measure() -> str | None:
     rows = torch.randn(max(_TOKENS), K, generator=generator, dtype=torch.float32).bfloat16()
     if not _is_right(rows, codes, scale, isa):
         return None
-    ratios = []
-    packed = disk.pack_weight(codes)
-    stock = [disk.repack_for_cpu(packed, scale, None, K) for _ in range(cpu_choice.COPIES)]
-    own = [cpu_linear.pack(codes, scale, None, 4) for _ in range(cpu_choice.COPIES)]
+    weight, scales, _ = cpu_linear.pack(codes, scale, None, 4)
+    qweight, pairs = disk.repack_for_cpu(disk.pack_weight(codes), scale, None, K)
+    copies, stock, ratios = range(cpu_choice.COPIES), torch.ops.taut.w4a16_gemm_cpu.default, []
+    own, others = [weight.clone() for _ in copies], [qweight.clone() for _ in copies]
     for M in _TOKENS:
         ours, theirs = least_times(
-            [partial(multiply, rows[:M], *of, None, N, isa) for of in own],
-            [partial(torch.ops.taut.w4a16_gemm_cpu, rows[:M], *of, None, group) for of in stock],
+            [partial(multiply, rows[:M], one, scales, None, None, N, isa) for one in own],
+            [partial(stock, rows[:M], one, pairs, None, group) for one in others],
         )
         ratios.append(theirs / ours)
     mean = math.prod(ratios) ** (1 / len(ratios))

@@ -49,7 +49,8 @@ def _times(M: int) -> tuple[float, float]:
         torch.ops.taut.int8_linear_cpu(x, weight, flat, sums, None, None, None, True, vnni)
 
     make = _custom_ops.create_onednn_scaled_mm
-    theirs = [partial(stock, make(turned, scale, x.dtype, True, False, 32)) for _ in range(cpu_choice.COPIES)]
-    packed = [partial(ours, *cpu_linear.pack(codes)) for _ in range(cpu_choice.COPIES)]
+    copies = range(cpu_choice.COPIES)
+    theirs = [partial(stock, make(turned, scale, x.dtype, True, False, 32)) for _ in copies]
+    packed = [partial(ours, *cpu_linear.pack(codes)) for _ in copies]
     own, other = cpu_choice.least_times(packed, theirs)
     return own, other

@@ -1,8 +1,8 @@
 """The mixed-precision linear kernel vLLM chooses for W4A16 layers.
 
 Holds no arithmetic: it converts the weights once after loading and calls `taut::w4a16_gemm` (CUDA),
-`taut::weight_only_linear_cpu` or, where that is not faster, `taut::w4a16_gemm_cpu` (CPU). This module imports vLLM; only
-:mod:`.registration` imports it.
+`taut::weight_only_linear_cpu` or, where that is not faster, `taut::w4a16_gemm_cpu` (CPU). This
+module imports vLLM; only :mod:`.registration` imports it.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 vLLM (0.26 to 0.33) looks rows of packed embeddings up by a Triton kernel, which no CPU runs, and
 cannot multiply by them. Here the rows of a CPU are dequantised by torch, and a tied head gets a
-copy of the table in the layout of its own product: of 8 bits that is ours, where it can be compiled.
-Holds no arithmetic of its own. This module imports vLLM.
+copy of the table in the layout of its own product: of 8 bits that is ours, where it can be
+compiled. Holds no arithmetic of its own. This module imports vLLM.
 """
 
 from __future__ import annotations
@@ -86,7 +86,9 @@ class TautTokenTableMethod(CompressedTensorsEmbeddingWNA16Int):  # type: ignore[
         if not self._multiplies:
             return
         if _has_no_kernel(self.num_bits):
-            self.kernel: Any = _Head(self.num_bits, self._obstacle(input_size_per_partition, params_dtype))
+            self.kernel: Any = _Head(
+                self.num_bits, self._obstacle(input_size_per_partition, params_dtype)
+            )
             return
         self._scheme = CompressedTensorsWNA16(
             strategy=str(getattr(self.strategy, "value", self.strategy)),

@@ -48,7 +48,9 @@ def test_the_faster_product_is_chosen_once_and_kept(
     assert cpu_four_bits.why_ours() == said
     assert not left
     note = cpu_four_bits.why_not_ours()
-    other = "multiplied by torch's int4 product: taut::weight_only_linear_cpu is not faster on this CPU"
+    other = (
+        "multiplied by torch's int4 product: taut::weight_only_linear_cpu is not faster on this CPU"
+    )
     assert note == (None if said else other)
     # A compiled graph of the first start calls that product, however the second would measure.
     cpu_four_bits.why_ours.cache_clear()

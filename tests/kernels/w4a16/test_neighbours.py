@@ -89,9 +89,7 @@ def _held_out(ratios: dict[tuple[int, int], tuple[float, float]]) -> Iterator[tu
 
 @pytest.mark.parametrize("named", ["g128", "g32-zp"])
 @pytest.mark.parametrize("gpu", ["NVIDIA H100 80GB HBM3", "NVIDIA H200"])
-def test_of_the_shipped_tables_no_loser_is_chosen_by_an_estimate(
-    gpu: str, named: str
-) -> None:
+def test_of_the_shipped_tables_no_loser_is_chosen_by_an_estimate(gpu: str, named: str) -> None:
     ratios = {
         (N, K): (measured.decode, measured.overall)
         for (N, K, weights), measured in verdict.tables()[gpu].choices.items()

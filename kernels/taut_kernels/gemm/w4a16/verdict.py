@@ -258,6 +258,6 @@ def _estimated(decode: float) -> str:
     share, factor = neighbours.TOO_HIGH
     return (
         f"not measured; estimated from the nearest measured shapes: {decode:.2f} of vLLM's speed "
-        f"in decode (held out on an H100 and an H200, fewer than {share} of 100 were too high, by less "
-        f"than {100 * (factor - 1):.0f} %)"
+        f"in decode (held out on an H100 and an H200, fewer than {share} of 100 were too high, "
+        f"by less than {100 * (factor - 1):.0f} %)"
     )

@@ -7,6 +7,9 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <optional>
 
 #include "cpu_tiles.h"
@@ -19,6 +22,13 @@ namespace {
 template <typename T>
 const T* pointer(const std::optional<Tensor>& tensor) {
   return tensor ? static_cast<const T*>(tensor->data_ptr()) : nullptr;
+}
+
+// Linux gives a process the tiles (component 18 of its state) when it asks.
+bool has_tiles() {
+  constexpr int kRequest = 0x1023, kTiles = 18;
+  static const bool given = syscall(SYS_arch_prctl, kRequest, kTiles) == 0;
+  return given;
 }
 
 Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& scale, const std::optional<Tensor>& zero,
@@ -34,6 +44,7 @@ Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& scale, const 
                   "scale is not packed for groups of a multiple of 32 of ", K, " inputs");
   STD_TORCH_CHECK(!zero || (!is_wide && zero->numel() == scale.numel()), "zero must be as scale, for codes of 4 bits");
   STD_TORCH_CHECK(!bias || bias->numel() == N, "bias must have ", N, " elements");
+  STD_TORCH_CHECK(isa != kAmx || has_tiles(), "this system gives no AMX tiles");
   Tensor y = torch::stable::new_empty(x, {M, N});
   Layer layer{static_cast<const int32_t*>(weight.data_ptr()), static_cast<const uint16_t*>(scale.data_ptr()),
               pointer<int8_t>(zero), pointer<uint16_t>(bias), N, K, scale.size(1), weight.size(1)};

@@ -168,9 +168,8 @@ def weight_only_linear_cpu_ref(
     return (y if bias is None else y + bias.to(wide)).to(x.dtype)
 
 
-def _fake(
-    x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, N: int, _: int
-) -> Tensor:
+def _fake(x: Tensor, _weight: Tensor, *rest: Any) -> Tensor:
+    *_, N, _isa = rest
     return x.new_empty((x.shape[0], N))
 
 

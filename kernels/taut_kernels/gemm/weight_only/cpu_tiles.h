@@ -4,7 +4,7 @@
 
 namespace {
 
-constexpr int64_t kPanel = 512;          // inputs widened at once for AMX, in whole groups
+constexpr int64_t kPanel = 256;  // inputs widened at once, in whole groups: what a core's first cache holds of a tile
 
 // bf16 pairs of two neighbouring inputs, from the codes of sixteen words; one vector each pair.
 template <int BITS, bool ZEROS>
@@ -53,58 +53,77 @@ AMX void widen_panel(const Layer& layer, int64_t block, int64_t group, int64_t g
 // The compiler does not know that tiles read and write memory.
 inline void settle_memory(const void* of) { asm volatile("" ::"r"(of) : "memory"); }
 
+// Tiles 0 to 3 hold sums of up to 16 rows, 4 the rows, 5 and 6 weights.
 AMX void configure(int rows) {
   struct alignas(64) {
     uint8_t palette = 1, start = 0, unused[14] = {};
-    uint16_t width[16] = {64, 64, 64, 64, 64};
-    uint8_t height[16] = {};
+    uint16_t width[16] = {64, 64, 64, 64, 64, 64, 64};
+    uint8_t height[16] = {16, 16, 16, 16, 16, 16, 16};
   } tiles;
-  // 0 and 1 hold sums, 2 rows, 3 and 4 weights.
-  uint8_t height[] = {static_cast<uint8_t>(rows), tiles.height[0], static_cast<uint8_t>(rows), 16, 16};
-  height[1] = height[0];
-  std::memcpy(tiles.height, height, sizeof(height));
+  std::fill_n(tiles.height, 5, static_cast<uint8_t>(rows));
   settle_memory(&tiles);
   _tile_loadconfig(&tiles);
 }
 
-// Sums of up to 16 rows and of one group, of two blocks: [2][16][16].
-AMX void group_amx(const uint16_t* x, int64_t K, int64_t inputs, const uint16_t* panel, int64_t apart, bool both,
+// Sums of up to 16 rows and of one group, of a tile's blocks: [4][16][16].
+AMX void group_amx(const uint16_t* x, int64_t K, int64_t inputs, const uint16_t* panel, int64_t apart, int blocks,
                    float* sums) {
   settle_memory(panel);
   _tile_zero(0);
   _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
   for (int64_t k = 0; k < inputs; k += 32) {
-    _tile_loadd(2, x + k, 2 * K);
-    _tile_loadd(3, panel + k * kBlock, 4 * kBlock);
-    _tile_dpbf16ps(0, 2, 3);
-    if (!both) continue;
-    _tile_loadd(4, panel + apart + k * kBlock, 4 * kBlock);
-    _tile_dpbf16ps(1, 2, 4);
+    const uint16_t* from = panel + k * kBlock;
+    _tile_loadd(4, x + k, 2 * K);
+    _tile_loadd(5, from, 4 * kBlock);
+    _tile_dpbf16ps(0, 4, 5);
+    if (blocks < 2) continue;
+    _tile_loadd(6, from + apart, 4 * kBlock);
+    _tile_dpbf16ps(1, 4, 6);
+    if (blocks < 3) continue;
+    _tile_loadd(5, from + 2 * apart, 4 * kBlock);
+    _tile_dpbf16ps(2, 4, 5);
+    if (blocks < 4) continue;
+    _tile_loadd(6, from + 3 * apart, 4 * kBlock);
+    _tile_dpbf16ps(3, 4, 6);
   }
+  constexpr int kSums = 16 * kBlock;
   _tile_stored(0, sums, 4 * kBlock);
-  if (both) _tile_stored(1, sums + 16 * kBlock, 4 * kBlock);
+  if (blocks > 1) _tile_stored(1, sums + kSums, 4 * kBlock);
+  if (blocks > 2) _tile_stored(2, sums + 2 * kSums, 4 * kBlock);
+  if (blocks > 3) _tile_stored(3, sums + 3 * kSums, 4 * kBlock);
   settle_memory(sums);
 }
 
+// Ask for a later group of the tile's blocks, or of the next tile's, while the tiles multiply.
+void fetch_group(const Layer& layer, int64_t block, int blocks, int64_t group) {
+  int64_t words = layer.words / layer.groups;
+  if (group >= layer.groups) block += kTile, group -= layer.groups;
+  for (int b = 0; b < blocks; ++b)
+    for (int64_t i = 0; i < words; ++i) fetch(layer.weight + ((block + b) * layer.words + group * words + i) * kBlock);
+}
+
 template <int BITS, bool ZEROS>
-AMX void pair_amx(const Rows& rows, const Layer& layer, int64_t block, bool both, int& height, uint16_t* panel,
+AMX void tile_amx(const Rows& rows, const Layer& layer, int64_t block, int blocks, int& height, uint16_t* panel,
                   float* total) {
   int64_t inputs = layer.K / layer.groups, some = std::max<int64_t>(1, kPanel / inputs), apart = some * inputs * kBlock;
-  std::fill_n(total, rows.M * 2 * kBlock, 0.0f);
+  std::fill_n(total, rows.M * kTile * kBlock, 0.0f);
   for (int64_t group = 0; group < layer.groups; group += some) {
     int64_t groups = std::min(some, layer.groups - group);
-    for (int b = 0; b <= both; ++b) widen_panel<BITS, ZEROS>(layer, block + b, group, groups, panel + b * apart);
+    for (int b = 0; b < blocks; ++b) widen_panel<BITS, ZEROS>(layer, block + b, group, groups, panel + b * apart);
     for (int64_t m = 0; m < rows.M; m += 16) {
       int count = static_cast<int>(std::min<int64_t>(16, rows.M - m));
       if (count != height) configure(height = count);
       for (int64_t g = 0; g < groups; ++g) {
-        alignas(64) float sums[2 * 16 * kBlock];
+        alignas(64) float sums[kTile * 16 * kBlock];
         int64_t k = (group + g) * inputs;
-        group_amx(rows.x + m * layer.K + k, layer.K, inputs, panel + g * inputs * kBlock, apart, both, sums);
-        for (int b = 0; b <= both; ++b) {
+        if (m == 0) fetch_group(layer, block, blocks, group + some + g);
+        group_amx(rows.x + m * layer.K + k, layer.K, inputs, panel + g * inputs * kBlock, apart, blocks, sums);
+        for (int b = 0; b < blocks; ++b) {
           __m512 scale = widened16(layer.scale + ((block + b) * layer.groups + group + g) * kBlock);
           for (int i = 0; i < count; ++i) {
-            float* to = total + ((m + i) * 2 + b) * kBlock;
+            float* to = total + ((m + i) * kTile + b) * kBlock;
             __m512 sum = _mm512_load_ps(sums + (b * 16 + i) * kBlock);
             _mm512_storeu_ps(to, _mm512_fmadd_ps(scale, sum, _mm512_loadu_ps(to)));
           }
@@ -114,22 +133,29 @@ AMX void pair_amx(const Rows& rows, const Layer& layer, int64_t block, bool both
   }
 }
 
+// Of memory, whole: a tile whose rows lie across lines takes twice as long to load.
+template <typename T>
+struct alignas(64) Line {
+  T values[64 / sizeof(T)];
+};
+
 AMX void multiply_amx(const Rows& rows, bool is_wide, const Layer& layer, uint16_t* y) {
-  int64_t blocks = (layer.N + kBlock - 1) / kBlock;
-  int64_t inputs = layer.K / layer.groups;
+  int64_t tiles = (layer.N + kTile * kBlock - 1) / (kTile * kBlock), inputs = layer.K / layer.groups;
 #pragma omp parallel if (rows.M * layer.N * layer.K > kParallel)
   {
-    std::vector<uint16_t> panel(2 * std::max(kPanel, inputs) * kBlock);
-    std::vector<float> total(rows.M * 2 * kBlock);
+    std::vector<Line<uint16_t>> panel(kTile * std::max(kPanel, inputs) * kBlock / 32);
+    std::vector<Line<float>> total(rows.M * kTile);
     int height = 0;
 #pragma omp for
-    for (int64_t block = 0; block < blocks; block += 2) {
-      bool both = block + 1 < blocks;
-      auto multiply = is_wide ? pair_amx<8, false> : layer.zero ? pair_amx<4, true> : pair_amx<4, false>;
-      multiply(rows, layer, block, both, height, panel.data(), total.data());
-      int64_t first = block * kBlock, count = std::min((both + 1) * kBlock, layer.N - first);
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+      int64_t block = tile * kTile, first = block * kBlock;
+      int blocks = static_cast<int>(std::min(kTile, (layer.N + kBlock - 1) / kBlock - block));
+      int64_t count = std::min(blocks * kBlock, layer.N - first);
+      auto multiply = is_wide ? tile_amx<8, false> : layer.zero ? tile_amx<4, true> : tile_amx<4, false>;
+      multiply(rows, layer, block, blocks, height, panel[0].values, total[0].values);
       for (int64_t m = 0; m < rows.M; ++m)
-        store(total.data() + m * 2 * kBlock, layer.bias ? layer.bias + first : nullptr, count, y + m * layer.N + first);
+        store(total[m * kTile].values, layer.bias ? layer.bias + first : nullptr, count,
+              y + m * layer.N + first);
     }
     if (height) _tile_release();
   }

@@ -33,6 +33,7 @@ AVX2 void rows_avx2(const float* x, const Layer& layer, int64_t block, float* su
       for (int h = 0; h < 2 * NB; ++h) {
         const int32_t* from = w + (i + h / 2 * layer.words) * kBlock + h % 2 * 8;
         word[h] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+        if (h % 2 == 0) fetch(from + kTile * layer.words * kBlock);
       }
 #pragma GCC unroll 8
       for (int k = 0; k < kCodes; ++k) {
@@ -84,7 +85,11 @@ AVX512 void rows_avx512(const float* x, const Layer& layer, int64_t block, float
       }
     for (int64_t i = g * words; i < (g + 1) * words; ++i) {
       __m512i word[NB];
-      for (int b = 0; b < NB; ++b) word[b] = _mm512_loadu_si512(w + (i + b * layer.words) * kBlock);
+      for (int b = 0; b < NB; ++b) {
+        const int32_t* from = w + (i + b * layer.words) * kBlock;
+        word[b] = _mm512_loadu_si512(from);
+        fetch(from + kTile * layer.words * kBlock);
+      }
 #pragma GCC unroll 8
       for (int k = 0; k < kCodes; ++k) {
         __m512 code[NB];
