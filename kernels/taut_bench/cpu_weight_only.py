@@ -48,7 +48,11 @@ def _bf16(codes: Tensor) -> Product:
 
     weight = codes.bfloat16()
     handler = _custom_ops.create_onednn_mm(weight.t(), 32)
-    return lambda x, kept=weight: _custom_ops.onednn_mm(handler, x, None)
+
+    def multiply(x: Tensor, kept: Tensor = weight) -> object:
+        return _custom_ops.onednn_mm(handler, x, None)
+
+    return multiply
 
 
 def main() -> None:

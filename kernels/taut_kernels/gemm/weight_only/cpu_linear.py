@@ -109,10 +109,8 @@ def pack(
     N, K = _checked(codes, scale, zero, bits)
     group = next(size for size in _GROUPS if K // scale.shape[1] % size == 0)
     again, rows = K // scale.shape[1] // group, -N % _BLOCK
-    blocks = [
-        _words(pad(part, (0, 0, 0, -len(part) % _BLOCK)), bits)
-        for part in codes.split(_ROWS_AT_ONCE)
-    ]
+    parts = [codes[first : first + _ROWS_AT_ONCE] for first in range(0, N, _ROWS_AT_ONCE)]
+    blocks = [_words(pad(part, (0, 0, 0, -len(part) % _BLOCK)), bits) for part in parts]
 
     def by_block(of_groups: Tensor) -> Tensor:
         whole = pad(of_groups, (0, 0, 0, rows)).repeat_interleave(again, dim=1)
