@@ -1,4 +1,4 @@
-"""A token's W4A16 products on one thread of this CPU: ours, torch's int4, bf16 by oneDNN.
+"""A token's W4A16 products on one thread of this CPU: ours, torch's int4, bf16.
 
 Usage: ``OMP_NUM_THREADS=1 python -m taut_bench.cpu_weight_only [GROUP]``; groups of 64 by default.
 All products of SmolLM2-135M, 106 million weights (:mod:`.cpu_products`). Without AMX:
@@ -43,10 +43,12 @@ def _torch(codes: Tensor, *, group: int) -> Product:
 
 
 def _bf16(codes: Tensor) -> Product:
-    """As vLLM multiplies a layer that is not quantised."""
+    """As vLLM multiplies a layer that is not quantised; oneDNN has no bf16 without AVX-512."""
+    weight = codes.bfloat16()
+    if cpu_linear.best_isa() is Isa.AVX2:
+        return lambda x: torch.nn.functional.linear(x, weight)
     from vllm import _custom_ops
 
-    weight = codes.bfloat16()
     handler = _custom_ops.create_onednn_mm(weight.t(), 32)
 
     def multiply(x: Tensor, kept: Tensor = weight) -> object:
@@ -65,7 +67,7 @@ def main() -> None:
         for isa in Isa
         if isa <= cpu_linear.best_isa()
     }
-    ways |= {"torch's int4": partial(_torch, group=group), "bf16, oneDNN (vLLM)": _bf16}
+    ways |= {"torch's int4": partial(_torch, group=group), "bf16 (vLLM)": _bf16}
     cpu_products.compare(ways, 8, _TOKENS, 4 + 16 / group)
 
 

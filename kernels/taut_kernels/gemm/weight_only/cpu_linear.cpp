@@ -19,6 +19,8 @@ using torch::stable::Tensor;
 
 namespace {
 
+constexpr int64_t kFewest = 2;  // rows that AMX does not multiply
+
 template <typename T>
 const T* pointer(const std::optional<Tensor>& tensor) {
   return tensor ? static_cast<const T*>(tensor->data_ptr()) : nullptr;
@@ -50,10 +52,11 @@ Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& scale, const 
               pointer<int8_t>(zero), pointer<uint16_t>(bias), N, K, scale.size(1), weight.size(1)};
   Rows rows{static_cast<const uint16_t*>(x.data_ptr()), M};
   uint16_t* to = static_cast<uint16_t*>(y.data_ptr());
-  if (isa == kAmx)
+  // One or two rows leave the tiles idle, and widening to a panel costs more than widening in registers.
+  if (isa == kAmx && M > kFewest)
     multiply_amx(rows, is_wide, layer, to);
   else
-    multiply_vectors(rows, static_cast<int>(isa), is_wide, layer, to);
+    multiply_vectors(rows, std::min<int>(static_cast<int>(isa), kAvx512), is_wide, layer, to);
   return y;
 }
 

@@ -3,7 +3,8 @@
 For few tokens a product reads each weight once, so the floor is the weights' bytes over the
 bandwidth of a core; behind it comes widening each code once for all rows, and then the products.
 AVX2 and AVX-512 widen to fp32 in registers and multiply up to 4 and 8 rows at a time; AMX widens
-to bf16, which holds every code exactly, in a panel that stays in cache, and multiplies 16 rows.
+to bf16, which holds every code exactly, in a panel that stays in cache, and multiplies 16 rows;
+one or two rows are AVX-512's there.
 
 Maths     y[m, n] = Σ_g scale[g, n] · Σ_{k in g} x[m, k] · (code[n, k] - zero[g, n]) + bias[n]
 Shapes    x [M, K] bf16   weight [⌈N/16⌉, K·bits/32, 16] int32, scale [⌈N/16⌉, G, 16] bf16 and zero
@@ -12,8 +13,8 @@ Packing   a word holds 32/bits neighbouring inputs of one output in two's comple
           bit 0 on, odd ones from bit 16 on: AMX multiplies pairs
 Numerics  codes are integers; products and sums in fp32, a group's scale applied once to its sum,
           the bias in fp32; one rounding at the store. Rows do not depend on their neighbours or on
-          threads. AVX2 multiplies x · 2^(bits - 32): elements below 2⁻⁹⁸ lose bits. AMX takes
-          subnormal elements for 0.
+          threads, but for AMX, which leaves up to two rows to AVX-512. AVX2 multiplies
+          x · 2^(bits - 32): elements below 2⁻⁹⁸ lose bits. AMX takes subnormal elements for 0.
 Limits    x86 with AVX2; groups of a multiple of 32; zero points with 4 bits; contiguous operands;
           forward only; compiled by g++ where it runs (:mod:`taut_kernels.launch.cpp_library`), else
           :func:`why_not_here` says why not
