@@ -210,7 +210,10 @@ def test_a_card_takes_the_model_s_type_and_a_cpu_bf16(card, explain):
     assert "groups of 128 in fp16" in explain(GPTQ, dtype="float16")[QKV][1]
     assert explain(GPTQ, torch_dtype="bfloat16")[QKV][1] == ""
     card(None)
-    assert explain(GPTQ, torch_dtype="float16")[QKV][0] == "taut::w4a16_gemm_cpu (ATen int4)"
+    assert (
+        explain(GPTQ, torch_dtype="float16")[QKV][0]
+        == "taut::weight_only_linear_cpu or torch's int4"
+    )
 
 
 OLDER_AWQ = {"quant_method": "awq", "w_bit": 4, "q_group_size": 64, "zero_point": True}
@@ -245,7 +248,7 @@ def test_four_bit_layers_of_others_are_ours(case, card, explain):
     timed = (group, zero_points) in ((128, False), (128, True))
     assert ("timed in symmetric groups" in found[QKV][1]) != timed
     card(None)
-    assert explain(quantization)[QKV][0] == "taut::w4a16_gemm_cpu (ATen int4)"
+    assert explain(quantization)[QKV][0] == "taut::weight_only_linear_cpu or torch's int4"
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -385,7 +388,7 @@ def test_stored_layers_are_judged_by_what_is_stored(card, tmp_path):
     assert facts["checkpoint"]["layers"] == "read from the safetensors' headers"
     assert facts["checkpoint"]["scheme"] == "W4A16 (gptq)"
     assert {(row["shape"], row["kernel"]) for row in facts["layers"]} == {
-        ("48x64", "taut::w4a16_gemm_cpu (ATen int4)"),
+        ("48x64", "taut::weight_only_linear_cpu or torch's int4"),
         ("48x64", THEIRS),
         ("16x64", THEIRS),
     }

@@ -6,6 +6,7 @@ Tests share one ``taut serve``; the last two of the file disturb it and therefor
 import asyncio
 import http.client
 import json
+import os
 import re
 import signal
 import subprocess
@@ -25,6 +26,7 @@ from serving import MODEL, Served, post, status_of, wait_for
 pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.timeout(1200)]
 
 PROMPT = "The capital of France is"
+IDLE_S = 20
 MESSAGES = [{"role": "user", "content": "Name the capital of France."}]
 
 
@@ -497,6 +499,23 @@ def worker_pid(served: Served) -> int:
         check=True,
     )
     return int(found.stdout)
+
+
+def cpu_seconds(pids: list[int]) -> float:
+    """User and system time of processes so far; threads are in it."""
+    stats = (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids)
+    return sum(int(stat[11]) + int(stat[12]) for stat in stats) / os.sysconf("SC_CLK_TCK")
+
+
+def test_idle_it_takes_three_hundredths_of_a_core_at_most(served):
+    wait_for(lambda: running_requests(served) == 0, 60, served.output, served.process)
+    processes = [served.process.pid, *children_of(served.process.pid)]
+    before, started = cpu_seconds(processes), time.monotonic()
+    time.sleep(IDLE_S)
+    share = (cpu_seconds(processes) - before) / (time.monotonic() - started)
+    print(f"idle: {share:.1%} of a core in {len(processes)} processes")
+    assert set(processes) >= set(children_of(served.process.pid)), "one came or went meanwhile"
+    assert 0 < share <= 0.03
 
 
 def test_engine_is_a_fork_of_its_server_and_found_torch_s_openmp_first(served):

@@ -10,9 +10,9 @@ from taut_deploy import host
 from taut_deploy.diagnose.layer_schemes import LayerScheme
 from taut_deploy.diagnose.other_rounding import installed_vllm, why_other_rounding
 
-# On a CPU our op is a contract of ours around the int4 product of torch itself; say so.
+# On a CPU a worker takes the faster of two products as it starts; asking here would compile one.
 _OUR_KERNEL = {
-    ("W4A16", "cpu"): "taut::w4a16_gemm_cpu (ATen int4)",
+    ("W4A16", "cpu"): "taut::weight_only_linear_cpu or torch's int4",
     ("W4A16", "cuda"): "taut::w4a16_gemm",
     ("W8A8", "cuda"): "taut::w8a8_gemm",
     ("FP8", "cuda"): "taut::fp8_gemm",

@@ -25,6 +25,7 @@ from taut_kernels.gemm.scaled_mm import op_int8 as w8a8
 from taut_kernels.gemm.w4a16 import cpu as w4a16_cpu
 from taut_kernels.gemm.w4a16 import disk as formats
 from taut_kernels.gemm.w4a16 import op as w4a16
+from taut_kernels.gemm.weight_only import cpu_linear as weight_only
 from taut_kernels.norm import rms_norm
 from taut_kernels.rope import op as rope
 from taut_kernels.rowwise import quantize, row_quant
@@ -105,6 +106,14 @@ def _int8_linear_cpu(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> 
     scales, vnni = case.weight_scale.reshape(-1), cpu_linear.has_vnni()
     x = _draw((M, K), dtype, device)
     return (x, packed, scales, sums, None, None, None, True, vnni)
+
+
+def _weight_only(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+    if (reason := weight_only.why_not_here()) is not None:
+        raise ValueError(f"{weight_only.OP} cannot run here: {reason}")
+    case = _w4a16_case(sizes, dtype, torch.device("cpu"))
+    packed = weight_only.pack(case.values, case.weight_scale, case.zeros, 4)
+    return (case.x, *packed, case.bias, sizes["N"], int(weight_only.best_isa()))
 
 
 def _scaled_mm(op: str) -> Callable[[Sizes, torch.dtype, torch.device], tuple[Any, ...]]:
@@ -195,6 +204,7 @@ OP_CASES: dict[str, OpCase] = {
     "w4a16_gemm_cpu": OpCase(_W4A16, (torch.bfloat16,), _w4a16_cpu, ("cpu",)),
     cpu_int8.OP: OpCase(_PRODUCT, (torch.bfloat16,), _int8_cpu, ("cpu",)),
     cpu_linear.OP: OpCase(_PRODUCT, (torch.bfloat16,), _int8_linear_cpu, ("cpu",)),
+    weight_only.OP: OpCase(_W4A16, (torch.bfloat16,), _weight_only, ("cpu",)),
     "w8a8_gemm": OpCase(_PRODUCT, _HALF, _scaled_mm("w8a8_gemm")),
     "fp8_gemm": OpCase(_PRODUCT, _HALF, _scaled_mm("fp8_gemm")),
     "rms_norm": OpCase(_NORM, _FLOATS, _norm(_nothing)),

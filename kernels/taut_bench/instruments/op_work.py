@@ -55,6 +55,12 @@ def _int8_linear_cpu(call: Arguments) -> Work:
     return _gemm(M, N, K, moved, call.x.dtype)
 
 
+def _weight_only_linear_cpu(call: Arguments) -> Work:
+    M, K = call.x.shape
+    moved = nbytes(call.x, call.weight, call.scale, call.zero, call.bias)
+    return _gemm(M, call.N, K, moved, call.x.dtype)
+
+
 def _int8_gemm_cpu(call: Arguments) -> Work:
     (M, K), N = call.x_q.shape, call.weight.shape[0]
     return _gemm(
@@ -163,6 +169,7 @@ OP_WORK: dict[str, Callable[[Arguments], Work]] = {
     "w4a16_gemm_cpu": _w4a16_gemm_cpu,
     "int8_gemm_cpu": _int8_gemm_cpu,
     "int8_linear_cpu": _int8_linear_cpu,
+    "weight_only_linear_cpu": _weight_only_linear_cpu,
     "w8a8_gemm": _w8a8_gemm,
     "fp8_gemm": _fp8_gemm,
     "rms_norm": _rms_norm,

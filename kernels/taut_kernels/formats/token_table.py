@@ -21,9 +21,19 @@ def dequantised_rows(packed: torch.Tensor, scale: torch.Tensor, bits: int) -> to
         scale: [T, G].
         bits: of a code; divides 32.
     """
+    codes = signed_codes(packed, bits)
+    rows, groups = scale.shape
+    return (codes.view(rows, groups, -1).float() * scale.float().unsqueeze(-1)).reshape(rows, -1)
+
+
+def signed_codes(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the codes of packed rows, [T, K] int32.
+
+    Args:
+        packed: [T, K * bits / 32] int32.
+        bits: of a code; divides 32.
+    """
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=packed.device)
     # Shifting a negative word fills with ones, which the mask takes off again.
     codes = (packed.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
-    rows, groups = scale.shape
-    signed = (codes - (1 << (bits - 1))).reshape(rows, groups, -1)
-    return (signed.float() * scale.float().unsqueeze(-1)).reshape(rows, -1)
+    return (codes - (1 << (bits - 1))).flatten(1)

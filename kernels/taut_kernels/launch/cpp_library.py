@@ -28,7 +28,8 @@ def load(source: Path) -> str | None:
     """Compile a file unless that was done, and load it into this process, once.
 
     Args:
-        source: registers implementations of ops that are defined already.
+        source: registers implementations of ops that are defined already; may include headers that
+            lie beside it.
 
     Returns:
         None where it is loaded, else why not, in one line.
@@ -48,11 +49,16 @@ def load(source: Path) -> str | None:
     return None
 
 
+def text_of(source: Path) -> str:
+    """Return a source with the headers beside it: what a library is made of."""
+    files = (source, *sorted(source.parent.glob("*.h")))
+    return "\n".join(file.read_text(encoding="utf-8") for file in files)
+
+
 def _built(source: Path, compiler: str) -> Path:
     """Return the library of a source, compiled if the cache has none."""
     installed = Path(torch.__file__).parent
-    text = source.read_text(encoding="utf-8")
-    known = "\n".join((text, torch.__version__, str(installed), compiler, *_OPTIONS))
+    known = "\n".join((text_of(source), torch.__version__, str(installed), compiler, *_OPTIONS))
     key = hashlib.sha256(known.encode()).hexdigest()[:20]
     library = Path(cache_dir()) / "taut" / f"{source.stem}-{key}.so"
     if not library.is_file():

@@ -1,54 +1,28 @@
-"""Whether our int8 product beats vLLM's on this CPU, measured once and kept.
-
-Kept beside what Inductor keeps: a compiled graph calls the product that was chosen when it was
-saved, so a start that loads the graph must choose the same. This module imports vLLM.
-"""
+"""Whether our int8 product beats vLLM's on this CPU; this module imports vLLM."""
 
 from __future__ import annotations
 
-import hashlib
 import os
-import time
-from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch._inductor.runtime.cache_dir_utils import cache_dir
 from vllm import _custom_ops
 
 from taut_kernels.gemm.scaled_mm import cpu_linear
-from taut_kernels.launch.atomic_write import write_whole
+from taut_kernels.launch import cpp_library
+from taut_kernels.vllm_plugin import cpu_choice
 
 _MEASURED = (3072, 576)
 """Features of the product that is measured."""
-_COPIES, _ROUNDS = 8, 12
-"""Weights in turn, 14 MB of them: none stays in a core's own cache. The least time counts."""
 _FASTER_ONE, _SLOWER_MANY, _MANY = 0.9, 1.5, 64
 """Ours serves from nine tenths of vLLM's time at one token on, at most half more at 64 tokens."""
 
 
 def why_faster() -> str | None:
     """Say by how much ours is faster, None where vLLM's stays; measures where nothing is kept."""
-    kept = _place()
-    try:
-        return kept.read_text(encoding="utf-8") or None
-    except FileNotFoundError:
-        pass
-    reason = _measure()
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(kept, reason or "")
-    return reason
-
-
-def _place() -> Path:
-    of_cpu = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0]
-    stable = [line for line in of_cpu.splitlines() if not line.startswith(("cpu MHz", "processor"))]
-    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "")
-    known = (*stable, limit, str(cpu_linear.has_vnni()), cpu_linear.SOURCE.read_text("utf-8"))
-    key = hashlib.sha256("\n".join(known).encode()).hexdigest()[:20]
-    return Path(cache_dir()) / "taut" / f"int8-{key}.txt"
+    known = os.environ.get("ONEDNN_MAX_CPU_ISA", ""), str(cpu_linear.has_vnni())
+    return cpu_choice.kept("int8", (*known, cpp_library.text_of(cpu_linear.SOURCE)), _measure)
 
 
 def _measure() -> str | None:
@@ -75,16 +49,8 @@ def _times(M: int) -> tuple[float, float]:
         torch.ops.taut.int8_linear_cpu(x, weight, flat, sums, None, None, None, True, vnni)
 
     make = _custom_ops.create_onednn_scaled_mm
-    theirs = [partial(stock, make(turned, scale, x.dtype, True, False, 32)) for _ in range(_COPIES)]
-    packed = [partial(ours, *cpu_linear.pack(codes)) for _ in range(_COPIES)]
-    return _least(packed), _least(theirs)
-
-
-def _least(calls: Sequence[Callable[[], None]]) -> float:
-    def once() -> float:
-        start = time.thread_time()
-        for call in calls:
-            call()
-        return time.thread_time() - start
-
-    return min(once() for _ in range(_ROUNDS))
+    copies = range(cpu_choice.COPIES)
+    theirs = [partial(stock, make(turned, scale, x.dtype, True, False, 32)) for _ in copies]
+    packed = [partial(ours, *cpu_linear.pack(codes)) for _ in copies]
+    own, other = cpu_choice.least_times(packed, theirs)
+    return own, other

@@ -1,8 +1,8 @@
 """The mixed-precision linear kernel vLLM chooses for W4A16 layers.
 
-Holds no arithmetic: it converts the weights once after loading and calls `taut::w4a16_gemm` (CUDA)
-or `taut::w4a16_gemm_cpu` (CPU). This module imports vLLM; only
-:mod:`.registration` imports it.
+Holds no arithmetic: it converts the weights once after loading and calls `taut::w4a16_gemm` (CUDA),
+`taut::weight_only_linear_cpu` or, where that is not faster, `taut::w4a16_gemm_cpu` (CPU). This
+module imports vLLM; only :mod:`.registration` imports it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from taut_kernels.gemm.w4a16 import op as w4a16
 from taut_kernels.gemm.w4a16 import verdict as measured_w4a16
 from taut_kernels.gemm.w4a16 import weight_format
 from taut_kernels.gemm.w4a16.lookup import ONE_OF_EACH
+from taut_kernels.gemm.weight_only import cpu_linear
 from taut_kernels.launch.compile_ahead import warmed_up
-from taut_kernels.vllm_plugin import compat, known_answer
+from taut_kernels.vllm_plugin import compat, cpu_four_bits, known_answer
 from taut_kernels.vllm_plugin.mode import requested_mode
 from taut_kernels.vllm_plugin.selection import why_not_ours, why_not_preferred
 
@@ -43,6 +44,9 @@ class TautW4A16LinearKernel(MPLinearKernel):  # type: ignore[misc]
 
     The class name is unique on purpose: ``VLLM_DISABLED_KERNELS`` matches it.
     """
+
+    isa: int | None = None
+    """Of our product on a CPU; None where torch's serves."""
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -67,8 +71,7 @@ class TautW4A16LinearKernel(MPLinearKernel):  # type: ignore[misc]
             _to_disk_layout(zero)
         stored = (weight.data, scale.data, _data(zero))
         if current_platform.is_cpu():
-            weight, scale = formats.repack_for_cpu(weight.data, scale.data, _data(zero), K)
-            zero = None
+            weight, scale, zero = self._for_cpu(*stored, K)
         else:
             weight = formats_mma.repack_weight(weight.data, K)
             scale = formats_mma.repack_scale(scale.data.to(self.config.act_type))
@@ -95,14 +98,27 @@ class TautW4A16LinearKernel(MPLinearKernel):  # type: ignore[misc]
         rows = x.reshape(-1, K)
         # The operands were checked once at loading; the public functions would check them on every
         # call.
-        if x.device.type == "cpu":
+        if self.isa is not None:
+            y = cpu_four_bits.multiply(rows, weight, scale, zero, bias, N, self.isa)
+        elif x.device.type == "cpu":
             group = K // scale.shape[0]
-            y: Tensor = torch.ops.taut.w4a16_gemm_cpu.default(rows, weight, scale, bias, group)
+            y = torch.ops.taut.w4a16_gemm_cpu.default(rows, weight, scale, bias, group)
         else:
             group = K if self.config.group_size == -1 else self.config.group_size
             arrivals = getattr(layer, ARRIVALS)
             y = torch.ops.taut.w4a16_gemm.default(rows, weight, scale, zero, bias, arrivals, group)
-        return y.view(*x.shape[:-1], N)
+        result: Tensor = y.view(*x.shape[:-1], N)
+        return result
+
+    def _for_cpu(
+        self, packed: Tensor, scale: Tensor, zero: Tensor | None, K: int
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Lay the weights out for the product that serves on this CPU."""
+        if cpu_four_bits.why_ours() is None:
+            return *formats.repack_for_cpu(packed, scale, zero, K), None
+        self.isa = int(cpu_linear.best_isa())
+        zeros = None if zero is None else formats.unpack_zero_point(zero, len(scale))
+        return cpu_linear.pack(formats.unpack_weight(packed, K), scale, zeros, 4)
 
     def _compile_every_tile(self, layer: torch.nn.Module) -> None:
         """Run each kernel and tile once, so that no request waits for the compiler."""
@@ -190,8 +206,10 @@ def remark(config: Any) -> str | None:
         config: vLLM's description of a layer's shard.
 
     Returns:
-        One line, or None; always None on a shape or device nobody measured.
+        One line, or None; always None on a shape or card nobody measured.
     """
+    if current_platform.is_cpu():
+        return cpu_four_bits.why_not_ours()
     K, N = config.partition_weight_shape
     group_size, dtype = config.group_size, config.act_type
     has_zeros = bool(config.zero_points)

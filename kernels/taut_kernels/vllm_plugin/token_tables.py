@@ -2,8 +2,8 @@
 
 vLLM (0.26 to 0.33) looks rows of packed embeddings up by a Triton kernel, which no CPU runs, and
 cannot multiply by them. Here the rows of a CPU are dequantised by torch, and a tied head gets a
-copy of the table in the layout of its own product. Holds no arithmetic of its own. This module
-imports vLLM.
+copy of the table in the layout of its own product: of 8 bits that is ours, where it can be
+compiled. Holds no arithmetic of its own. This module imports vLLM.
 """
 
 from __future__ import annotations
@@ -27,22 +27,31 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 from vllm.platforms import current_platform
 
-from taut_kernels.formats.token_table import dequantised_rows
+from taut_kernels.formats.token_table import dequantised_rows, signed_codes
+from taut_kernels.gemm.weight_only import cpu_linear
+from taut_kernels.vllm_plugin import cpu_four_bits, known_answer
 
 _PARTS = ("weight_packed", "weight_scale", "weight_shape")
-# Of a table that is dequantised at a time, for a head without a kernel.
+# Of a table that is unpacked at a time.
 _ROWS_AT_ONCE = 4096
+_TOKENS = (1, 16)
 
 
-class _Dequantised:
-    """What the record says of a head without a kernel, asked as of vLLM's kernel objects."""
+class _Head:
+    """What the record says of a head that vLLM has no kernel for, asked as of its kernel objects.
 
-    def __init__(self, bits: int) -> None:
+    Args:
+        bits: of a code.
+        obstacle: why our product does not multiply it; None where it does.
+    """
+
+    def __init__(self, bits: int, obstacle: str | None) -> None:
         self.taut_scheme = f"W{bits}A16"
+        self.obstacle = obstacle
 
-    def taut_record(self) -> tuple[str, str]:
+    def taut_record(self) -> tuple[str, str | None]:
         """Return what multiplies, and why that is no kernel of ours."""
-        reason = "no kernel of 8-bit weights on a CPU: dequantised at load, no memory saved"
+        reason = self.obstacle and f"{self.obstacle}: dequantised at load, no memory saved"
         return TautTokenTableMethod.__name__, reason
 
 
@@ -77,7 +86,9 @@ class TautTokenTableMethod(CompressedTensorsEmbeddingWNA16Int):  # type: ignore[
         if not self._multiplies:
             return
         if _has_no_kernel(self.num_bits):
-            self.kernel: Any = _Dequantised(self.num_bits)
+            self.kernel: Any = _Head(
+                self.num_bits, self._obstacle(input_size_per_partition, params_dtype)
+            )
             return
         self._scheme = CompressedTensorsWNA16(
             strategy=str(getattr(self.strategy, "value", self.strategy)),
@@ -107,12 +118,52 @@ class TautTokenTableMethod(CompressedTensorsEmbeddingWNA16Int):  # type: ignore[
         elif self._multiplies:
             packed = layer.get_parameter("weight_packed").data
             scale = layer.get_parameter("weight_scale").data
-            dense = torch.empty(len(packed), self.pack_factor * packed.shape[1], dtype=scale.dtype)
-            for start in range(0, len(packed), _ROWS_AT_ONCE):
-                rows = slice(start, start + _ROWS_AT_ONCE)
-                dense[rows] = dequantised_rows(packed[rows], scale[rows], self.num_bits)
-            self._head.weight = torch.nn.Parameter(dense, requires_grad=False)
-            self._dense.process_weights_after_loading(self._head)
+            if self.kernel.obstacle is None:
+                self._lay_out(packed, scale)
+            else:
+                self._dequantise(packed, scale)
+
+    def _obstacle(self, K: int, dtype: torch.dtype) -> str | None:
+        """Say why our product does not multiply a head here."""
+        groups = K // self.group_size if (self.group_size or -1) > 0 else 1
+        if dtype is not torch.bfloat16:
+            return f"no kernel of {self.num_bits}-bit weights on a CPU in {dtype}"
+        return cpu_linear.why_not_packed(K, groups, self.num_bits) or cpu_linear.why_not_here()
+
+    def _lay_out(self, packed: torch.Tensor, scale: torch.Tensor) -> None:
+        """Keep the codes as our product reads them, and give it a known answer."""
+        starts = range(0, len(packed), _ROWS_AT_ONCE)
+        parts = (packed[start : start + _ROWS_AT_ONCE] for start in starts)
+        codes = torch.cat([signed_codes(part, self.num_bits).to(torch.int8) for part in parts])
+        weight, scales, _ = cpu_linear.pack(codes, scale, None, self.num_bits)
+        self._head.register_buffer("weight", weight, persistent=False)
+        self._head.register_buffer("scale", scales, persistent=False)
+        self._rows, self._isa = len(codes), int(cpu_linear.best_isa())
+        known_answer.check(
+            type(self).__name__,
+            f"W{self.num_bits}A16",
+            (codes.shape[0], codes.shape[1]),
+            _TOKENS,
+            lambda x: self._multiply(x, None),
+            lambda rows: dequantised_rows(packed[rows], scale[rows], self.num_bits),
+            known_answer.plain_block(codes.shape[1]),
+            scale.dtype,
+            packed.device,
+        )
+
+    def _multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        weight, scale = self._head.get_buffer("weight"), self._head.get_buffer("scale")
+        rows = x.reshape(-1, x.shape[-1])
+        y = cpu_four_bits.multiply(rows, weight, scale, None, bias, self._rows, self._isa)
+        return y.view(*x.shape[:-1], self._rows)
+
+    def _dequantise(self, packed: torch.Tensor, scale: torch.Tensor) -> None:
+        dense = torch.empty(len(packed), self.pack_factor * packed.shape[1], dtype=scale.dtype)
+        for start in range(0, len(packed), _ROWS_AT_ONCE):
+            rows = slice(start, start + _ROWS_AT_ONCE)
+            dense[rows] = dequantised_rows(packed[rows], scale[rows], self.num_bits)
+        self._head.weight = torch.nn.Parameter(dense, requires_grad=False)
+        self._dense.process_weights_after_loading(self._head)
 
     def embedding(self, layer: torch.nn.Module, input_: torch.Tensor) -> torch.Tensor:
         """Look rows up; ids of any shape, the result has K more."""
@@ -132,6 +183,8 @@ class TautTokenTableMethod(CompressedTensorsEmbeddingWNA16Int):  # type: ignore[
         if self._scheme is not None:
             y: torch.Tensor = self._scheme.apply_weights(self._head, x, bias)
             return y
+        if self.kernel.obstacle is None:
+            return self._multiply(x, bias)
         dense: torch.Tensor = self._dense.apply(self._head, x, bias)
         return dense
 

@@ -83,4 +83,19 @@ def test_vllm_answers_as_transformers_does(kind, bits, room, serve, tmp_path):
     head = "model.embed_tokens" if kind == "tied" else "lm_head"
     assert kernels[head] == HEADS[bits]
     if bits == 8:
-        assert "dequantised at load, no memory saved" in done.stdout + done.stderr
+        (reason,) = {layer["reason"] for layer in record["layers"] if layer["layer"] == head}
+        assert reason is None, "our product multiplies the codes as they are stored"
+        asked = {(known["kernel"], known["form"]) for known in record["known_answers"]}
+        assert any(kernel == HEADS[8] and form.startswith("W8A16") for kernel, form in asked)
+
+
+def test_without_a_compiler_a_head_of_8_bits_is_dequantised(room, serve, tmp_path):
+    tables = {"embeddings": TABLES[8], "head": TABLES[8]}
+    request = job_for(room / "tied", {**recipe_data(room / "text.txt"), **tables}, tmp_path / "out")
+    driver.compress(request)
+    cache = str(tmp_path / "cache")
+    done = serve(request.output, CXX="no-such-compiler", TORCHINDUCTOR_CACHE_DIR=cache)
+    log = done.stdout + done.stderr
+    assert "ANSWERS" in done.stdout, log[-4000:]
+    assert "no C++ compiler for cpu_linear.cpp" in log
+    assert "dequantised at load, no memory saved" in log

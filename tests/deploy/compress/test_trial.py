@@ -115,7 +115,7 @@ def test_the_plan_names_the_kernel_of_each_layer(tmp_path):
     data = recipe_data(text) | {"ignore": ["*.down_proj"]}
     job = job_for(model, data, tmp_path / "out")
     kernels = {layer.name: layer.kernel for layer in driver.plan(job, "cpu").layers}
-    assert kernels["model.layers.0.self_attn.q_proj"].startswith("taut::w4a16_gemm_cpu")
+    assert kernels["model.layers.0.self_attn.q_proj"].startswith("taut::weight_only_linear_cpu")
     assert kernels["model.layers.0.mlp.down_proj"].startswith("vLLM's own (not quantised")
     on_card = {layer.name: layer.kernel for layer in driver.plan(job, "h100").layers}
     # 128 rows of q, k and v together, which no table of that card has.

@@ -68,6 +68,10 @@ BY_HAND: list[tuple[str, dict[str, int], Work]] = [
     ("int8_gemm_cpu", {}, Work(49152, 384 + 32768 + 12 + 256, 384)),
     # x 3·128 in bf16, weight 64·128, scales and sums 64·4
     ("int8_linear_cpu", {}, Work(49152, 768 + 8192 + 512, 384)),
+    # scales 2 groups · 64 · 2
+    ("weight_only_linear_cpu", {}, Work(49152, 768 + 4096 + 256, 384)),
+    # zero points 2 · 64, bias 64 · 2
+    ("weight_only_linear_cpu", {"zeros": 1, "bias": 1}, Work(49152, 768 + 4096 + 256 + 256, 384)),
 ]
 # M=3, H=32, Ht=64, V=96 in bf16: 288 logits; targets 24; loss 4, lse 12.
 STUDENT, TEACHER, LOGITS = 3 * 32 * 2 + 96 * 32 * 2, 3 * 64 * 2 + 96 * 64 * 2, 3 * 96

@@ -185,7 +185,7 @@ def test_an_op_of_ours_is_one_call_that_inductor_leaves_alone() -> None:
     assert found.not_capturable is None
 
 
-CPU_ONLY = {"w4a16_gemm_cpu", "int8_gemm_cpu", "int8_linear_cpu"}
+CPU_ONLY = {"w4a16_gemm_cpu", "int8_gemm_cpu", "int8_linear_cpu", "weight_only_linear_cpu"}
 
 
 def test_every_op_names_kernels_that_exist() -> None:

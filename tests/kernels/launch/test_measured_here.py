@@ -27,7 +27,13 @@ TABLES = (verdict.tables, decode_tile.tables, lookup.tables)
 
 @pytest.fixture(autouse=True)
 def _fresh_tables() -> Iterator[None]:
-    caches = (*TABLES, verdict._bound, decode_tile.lookup, lookup.lookup, measured_here._document)
+    caches = (
+        *TABLES,
+        verdict._estimates,
+        decode_tile.lookup,
+        lookup.lookup,
+        measured_here._document,
+    )
     for cached in caches:
         cached.cache_clear()
     yield

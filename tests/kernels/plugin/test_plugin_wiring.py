@@ -307,7 +307,7 @@ def test_why_not_ours_depends_on_the_device() -> None:
     assert "got 16" in str(ask(576, 1536, 16, dtype=bf16, device="cuda"))
 
 
-def test_prefer_takes_only_shapes_of_cards_where_ours_was_measured_or_bounded() -> None:
+def test_prefer_takes_only_shapes_of_cards_where_ours_was_measured_or_estimated() -> None:
     def ask(gpu: str | None, mode: str, N: int = 6144) -> str | None:
         return selection.why_not_preferred(gpu, mode, N, 4096)
 
@@ -503,7 +503,8 @@ from vllm.model_executor import parameter
 from vllm.model_executor.layers.quantization import auto_awq, auto_gptq
 from taut_bench import testing
 from taut_kernels.gemm.w4a16 import disk as formats
-from taut_kernels.vllm_plugin import linear, register
+from taut_kernels.gemm.weight_only import cpu_linear
+from taut_kernels.vllm_plugin import cpu_four_bits, linear, register
 register()
 
 form, device, *dtypes = sys.argv[1:]
@@ -537,6 +538,15 @@ def method_of(group):
     config = auto_gptq.AutoGPTQConfig.from_config(asked | {"sym": True, "desc_act": False})
     return auto_gptq.AutoGPTQLinearMethod(config)
 
+def by_op(case, isa):
+    (N, K), zero = case.values.shape, case.weight_zero_point
+    assert (isa is not None) == (cpu_four_bits.why_ours() is not None)
+    if isa is None:
+        layout = formats.repack_for_cpu(case.weight_packed, case.weight_scale, zero, K)
+        return torch.ops.taut.w4a16_gemm_cpu(case.x, *layout, case.bias, K // len(layout[1]))
+    packed = cpu_linear.pack(case.values, case.weight_scale, case.zeros, 4)
+    return torch.ops.taut.weight_only_linear_cpu(case.x, *packed, case.bias, N, isa)
+
 def load(case, group):
     method, layer, (N, K) = method_of(group), torch.nn.Module(), case.values.shape
     with torch.device(device):
@@ -562,16 +572,18 @@ def cases(tokens, dtype):
             with_bias=group == 128, device=device)
 
 if device == "cpu":
-    for group, case in cases(3, "bfloat16"):
-        method, layer = load(case, group)
-        y = method.apply(layer, case.x, layer.bias)
-        layout = formats.repack_for_cpu(
-            case.weight_packed, case.weight_scale, case.weight_zero_point, case.x.shape[1])
-        held = len(case.x[0]) // layout[1].shape[0]
-        assert torch.equal(
-            y, torch.ops.taut.w4a16_gemm_cpu(case.x, *layout, case.bias, held)), group
-        error = testing.max_error(y, case.gold()) / case.gold().abs().max().item()
-        assert error < 0.02, error
+    for ours in (None, "ours"):
+        cpu_four_bits.why_ours = lambda ours=ours: ours
+        if ours and (reason := cpu_linear.why_not_here()):
+            print("SKIPPED", reason)
+            continue
+        for group, case in cases(3, "bfloat16"):
+            method, layer = load(case, group)
+            y = method.apply(layer, case.x, layer.bias)
+            assert torch.equal(y, by_op(case, method.kernel.isa)), group
+            error = testing.max_error(y, case.gold()) / case.gold().abs().max().item()
+            assert error < 0.02, error
+    cpu_four_bits.why_ours = lambda: None
     # From here on: laid out as for a card, and the op's specification computes.
     linear.current_platform = types.SimpleNamespace(
         is_cpu=lambda: False, is_cuda=lambda: True, get_device_name=lambda: "NVIDIA H200")

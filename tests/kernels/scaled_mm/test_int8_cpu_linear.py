@@ -161,3 +161,12 @@ def test_a_library_that_cannot_be_built_says_why(
     said = cpp_library.load(other)
     assert said is not None and "no C++ compiler for other.cpp" in said
     assert not list((tmp_path / "cache").rglob("*.so"))
+
+
+def test_a_library_is_made_of_its_headers_too(tmp_path: Path) -> None:
+    source, header = tmp_path / "one.cpp", tmp_path / "of_one.h"
+    source.write_text('#include "of_one.h"')
+    header.write_text("int f();")
+    before = cpp_library.text_of(source)
+    header.write_text("int f(int);")
+    assert cpp_library.text_of(source) != before

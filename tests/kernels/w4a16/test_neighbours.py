@@ -1,4 +1,4 @@
-"""A word about shapes nobody measured: by neighbours, and only where it is known to be bounded."""
+"""An estimate for shapes nobody measured: by neighbours, cautious, and called an estimate."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CARD = "a card of its own"
 def _fresh_tables() -> Iterator[None]:
     yield
     verdict.tables.cache_clear()
-    verdict._bound.cache_clear()
+    verdict._estimates.cache_clear()
     measured_here._document.cache_clear()
 
 
@@ -42,13 +42,13 @@ def _brute_force(ratios: dict[tuple[int, int], float], shape: tuple[int, int]) -
     return math.exp(told / sum(weights))
 
 
-def test_the_word_is_the_neighbours_less_the_worst_over_estimate() -> None:
+def test_an_estimate_is_the_neighbours_mean_less_the_worst_over_estimate() -> None:
     decode = {shape: 1 + 8192 / (shape[0] + shape[1]) for shape in GRID}
     overall = {shape: 1 + 1024 / shape[1] for shape in GRID}
-    known = neighbours.bound({shape: (decode[shape], overall[shape]) for shape in GRID})
+    known = neighbours.estimates({shape: (decode[shape], overall[shape]) for shape in GRID})
     assert known is not None
-    assert len(GRID) <= neighbours.BOUND_BY, "or the bound is of fewer than all"
-    least = known.least(3072, 3072)
+    assert len(GRID) <= neighbours.LOWERED_BY, "or the largest over-estimate is of fewer than all"
+    least = known.of(3072, 3072)
     assert least is not None
     for index, ratios in enumerate((decode, overall)):
         over = max(
@@ -59,21 +59,21 @@ def test_the_word_is_the_neighbours_less_the_worst_over_estimate() -> None:
         assert least[index] == pytest.approx(_brute_force(ratios, (3072, 3072)) / over)
 
 
-def test_a_far_shape_that_is_told_badly_bounds_no_word_here() -> None:
+def test_a_far_shape_that_is_told_badly_lowers_no_estimate_here() -> None:
     """Of 33 shapes on a line the last is half as good as all others."""
-    line = {(1024 * (i + 1), 4096): (2.0, 2.0) for i in range(neighbours.BOUND_BY)}
-    known = neighbours.bound(line | {(65536, 4096): (1.0, 1.0)})
+    line = {(1024 * (i + 1), 4096): (2.0, 2.0) for i in range(neighbours.LOWERED_BY)}
+    known = neighbours.estimates(line | {(65536, 4096): (1.0, 1.0)})
     assert known is not None
-    assert known.least(1536, 4096) == (pytest.approx(2.0), pytest.approx(2.0))
-    near = known.least(40960, 4096)
+    assert known.of(1536, 4096) == (pytest.approx(2.0), pytest.approx(2.0))
+    near = known.of(40960, 4096)
     assert near == (pytest.approx(1.0), pytest.approx(1.0))
 
 
 def test_shapes_that_machete_refuses_do_not_speak() -> None:
     ratios = dict.fromkeys(GRID, (1.5, 1.5)) | {(3072 + 64, 3072): (9.0, 9.0)}
-    known = neighbours.bound(ratios)
+    known = neighbours.estimates(ratios)
     assert known is not None
-    assert known.least(3072, 3072) == (pytest.approx(1.5), pytest.approx(1.5))
+    assert known.of(3072, 3072) == (pytest.approx(1.5), pytest.approx(1.5))
 
 
 def _held_out(ratios: dict[tuple[int, int], tuple[float, float]]) -> Iterator[tuple[Any, Any]]:
@@ -81,17 +81,15 @@ def _held_out(ratios: dict[tuple[int, int], tuple[float, float]]) -> Iterator[tu
     shapes = random.Random(0).sample(sorted(ratios), len(ratios))
     for fold in range(5):
         held = shapes[fold::5]
-        known = neighbours.bound({s: r for s, r in ratios.items() if s not in held})
+        known = neighbours.estimates({s: r for s, r in ratios.items() if s not in held})
         assert known is not None
         for shape in held:
-            yield known.least(*shape), ratios[shape]
+            yield known.of(*shape), ratios[shape]
 
 
 @pytest.mark.parametrize("named", ["g128", "g32-zp"])
 @pytest.mark.parametrize("gpu", ["NVIDIA H100 80GB HBM3", "NVIDIA H200"])
-def test_of_the_shipped_tables_no_loser_is_chosen_by_the_word_of_others(
-    gpu: str, named: str
-) -> None:
+def test_of_the_shipped_tables_no_loser_is_chosen_by_an_estimate(gpu: str, named: str) -> None:
     ratios = {
         (N, K): (measured.decode, measured.overall)
         for (N, K, weights), measured in verdict.tables()[gpu].choices.items()
@@ -103,29 +101,30 @@ def test_of_the_shipped_tables_no_loser_is_chosen_by_the_word_of_others(
         for least, true in judged
         if least is not None
     ]
-    # Neighbours bound a word, they do not prove it.
-    assert sum(one > 1 for one in over) < 0.06 * len(over)
-    assert max(over) < 1.25
+    # What the record says of such estimates.
+    share, factor = neighbours.TOO_HIGH
+    assert 0 < sum(one > 1 for one in over) < share / 100 * len(over)
+    assert max(over) < factor
     chosen = [true for least, true in judged if least is not None and min(least) >= 1]
     assert min(min(true) for true in chosen) >= 0.98
     ours = sum(min(true) >= 1 for _, true in judged)
-    assert len(chosen) > 0.5 * ours, "a word that never says win is no word"
+    assert len(chosen) > 0.5 * ours, "an estimate that never says win is none"
 
 
-def test_there_is_no_word_outside_of_what_the_bound_was_found_for() -> None:
+def test_there_is_no_estimate_outside_of_what_was_measured() -> None:
     ratios = dict.fromkeys(GRID, (2.0, 2.0))
-    known = neighbours.bound(ratios)
+    known = neighbours.estimates(ratios)
     assert known is not None
-    assert known.least(3072, 3072) == (pytest.approx(2.0), pytest.approx(2.0))
-    assert known.least(512, 2048) is None, "narrower than all that were measured"
-    assert known.least(4096, 16384) is None
+    assert known.of(3072, 3072) == (pytest.approx(2.0), pytest.approx(2.0))
+    assert known.of(512, 2048) is None, "narrower than all that were measured"
+    assert known.of(4096, 16384) is None
     lonely = {shape: (2.0, 2.0) for shape in GRID if max(shape) <= 2048}
     lonely |= {(65536, K): (2.0, 2.0) for K in range(1024, 1024 + 16 * 64, 64)}
-    apart = neighbours.bound(lonely)
+    apart = neighbours.estimates(lonely)
     assert apart is not None
     assert apart.reach < 2
-    assert apart.least(12000, 1500) is None, "between two clouds, far from both"
-    assert neighbours.bound(dict.fromkeys(GRID[:15], (9.0, 9.0))) is None
+    assert apart.of(12000, 1500) is None, "between two clouds, far from both"
+    assert neighbours.estimates(dict.fromkeys(GRID[:15], (9.0, 9.0))) is None
 
 
 def _given(monkeypatch: pytest.MonkeyPatch, path: Path, ratio: float, named: str) -> None:
@@ -139,7 +138,7 @@ def _given(monkeypatch: pytest.MonkeyPatch, path: Path, ratio: float, named: str
     verdict.tables.cache_clear()
 
 
-def test_ours_is_preferred_where_the_bound_says_win_and_the_record_says_so(
+def test_ours_is_preferred_where_the_estimate_says_win_and_the_record_says_so(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     import torch
@@ -150,18 +149,21 @@ def test_ours_is_preferred_where_the_bound_says_win_and_the_record_says_so(
     assert verdict.why_not_preferred(CARD, *asked, WeightFormat.G64) is None
     assert not verdict.is_measured(CARD, *asked, WeightFormat.G128)
     said = verdict.remark(CARD, *asked, 128, torch.bfloat16, has_zeros=False)
-    assert said == "not measured; by shapes near it at least 1.50 of vLLM's speed in decode"
+    assert said == (
+        "not measured; estimated from the nearest measured shapes: 1.50 of vLLM's speed in decode "
+        "(held out on an H100 and an H200, fewer than 6 of 100 were too high, by less than 25 %)"
+    )
     # Groups of 32 go by their own rows, of which there are none.
     reason = verdict.why_not_preferred(CARD, *asked, WeightFormat.G32_ZP)
     assert reason == f"3072×3072 in groups of 32 not measured against vLLM's kernels on {CARD}"
     assert verdict.why_not_preferred(CARD, 512, 512) is not None
-    verdict._bound.cache_clear()
+    verdict._estimates.cache_clear()
     _given(monkeypatch, tmp_path / "lost.json", 0.9, "g128")
     reason = verdict.why_not_preferred(CARD, *asked)
     assert reason == f"3072×3072 not measured against vLLM's kernels on {CARD}"
 
 
-def test_a_card_without_measurements_has_no_bound() -> None:
+def test_a_card_without_measurements_has_no_estimate() -> None:
     assert verdict.expected("NVIDIA X", 4096, 4096, WeightFormat.G128) is None
     assert tile_tables.of_card(verdict.tables(), "NVIDIA X") is None
     assert json.dumps(verdict.why_not_preferred("NVIDIA X", 4096, 4096)).startswith('"not measured')
