@@ -166,6 +166,7 @@ def test_nothing_of_ours_renders_a_model_s_template():
     room = Path(taut_deploy.__file__).parent
     named = {
         "compress/report/render.py": ["report.md.j2", "report.html.j2", "slimmed.md.j2"],
+        "pages/rollout.py": ["rollout.html.j2"],
         "validate/page/render.py": ["report.html.j2"],
     }
     for file in sorted(room.rglob("*.py")):
