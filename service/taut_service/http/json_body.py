@@ -9,7 +9,7 @@ loop gets its turn.
 from __future__ import annotations
 
 import json
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from taut_service.errors import RequestError
 
@@ -30,7 +30,7 @@ def _give_way_float(text: str) -> float:
     return float(text)
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+_DECODER: Final = json.JSONDecoder(parse_constant=_refuse_constant)
 DECODER_THAT_GIVES_WAY = json.JSONDecoder(
     parse_constant=_refuse_constant,
     object_hook=_give_way_object,
