@@ -184,10 +184,8 @@ class ClientExchange:
         if cycle.scope["method"] == "HEAD":
             body = b""
         lines = [STATUS_LINE[status]]
-        for name, value in cycle.default_headers:
-            lines += (name, b": ", value, b"\r\n")
-        for name, value in headers:
-            lines += (name, b": ", value, b"\r\n")
+        _write_fields(lines, cycle.default_headers)
+        _write_fields(lines, headers)
         lines.append(b"\r\n" if cycle.keep_alive else b"connection: close\r\n\r\n")
         if len(body) < LARGE_BODY:
             lines.append(body)
@@ -202,3 +200,12 @@ class ClientExchange:
             cycle.transport.close()
         cycle.on_response()
         return True
+
+
+def _write_fields(lines: list[bytes], fields: Headers) -> None:
+    # Compiled, four appends cost less than a tuple of four.
+    for name, value in fields:
+        lines.append(name)
+        lines.append(b": ")
+        lines.append(value)
+        lines.append(b"\r\n")
