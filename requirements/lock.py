@@ -2,8 +2,10 @@
 
 For each ``name==version`` of ``requirements/*.txt`` the package index is asked for the files of
 that version. Kept are the hashes of wheels that CPython 3.11 takes on Linux (glibc), x86-64 and
-aarch64; the source archive's as well where a machine has no wheel. To move a version, write it
-into the file and run this with the interpreter of ``.venv``.
+aarch64; the source archive's as well where a machine has no wheel. What images are made of must
+have a wheel for both machines, or a marker that leaves one of them out: images are built for both,
+and nothing is compiled in them but the gateway. To move a version, write it into the file and run
+this with the interpreter of ``.venv``.
 
 The index is the ``index-url`` of pip's settings; ``extra-index-url`` and ``find-links`` are left
 out: what lies there may be another build of the same version. A build that is not of that index (a
@@ -39,6 +41,8 @@ from pip._internal.models.index import PyPI
 FOLDER = Path(__file__).resolve().parent
 _JSON = "application/vnd.pypi.simple.v1+json"
 _MACHINES = ("x86_64", "aarch64")
+_IN_IMAGES = frozenset({"build", "compile", "cpu", "deploy", "otel", "service", "toolbox"})
+"""Locks that docker/build.py installs."""
 _PIN = re.compile(r"^(?P<name>[A-Za-z0-9._-]+)==(?P<version>[^\s\\;]+)")
 Files = list[dict[str, object]]
 Index = Callable[[str], Files]
@@ -81,19 +85,21 @@ def _for_this_python(interpreter: str, abi: str) -> bool:
     return abi == "none" and (minor <= 11 if known[1] == "py" else minor in (0, 11))
 
 
-def hashes_of(name: str, version: str, files: Files) -> list[str]:
+def hashes_of(name: str, version: str, files: Files, *, every_machine: bool = False) -> list[str]:
     """Choose the sha256 of what may be installed for a pin.
 
     Args:
         name: of the package.
         version: exactly this one.
         files: the index's list, ``filename`` and ``hashes`` of each.
+        every_machine: whether each of our machines must have a wheel.
 
     Returns:
         Hex digests, sorted.
 
     Raises:
-        LockError: nothing of that version fits, or a file that fits has no sha256.
+        LockError: nothing of that version fits, or a file that fits has no sha256, or a machine
+            has no wheel that must have one.
     """
     chosen: list[dict[str, object]] = []
     sources: list[dict[str, object]] = []
@@ -111,7 +117,13 @@ def hashes_of(name: str, version: str, files: Files) -> list[str]:
                 sources.append(file)
         except (InvalidWheelFilename, InvalidSdistFilename, InvalidVersion):
             continue  # an old kind of file, which pip does not take either
-    if covered != set(_MACHINES):
+    without = [machine for machine in _MACHINES if machine not in covered]
+    if without and every_machine:
+        raise LockError(
+            f"{name}=={version}: no wheel for {without[0]}, for which images are built as well;"
+            ' take another version, or a marker such as ; platform_machine == "x86_64"'
+        )
+    if without:
         chosen += sources
     digests = [_sha256(file) for file in chosen]
     if not digests:
@@ -126,36 +138,38 @@ def _sha256(file: Mapping[str, object]) -> str:
     return str(hashes["sha256"])
 
 
-def locked_text(text: str, index: Index) -> str:
+def locked_text(text: str, index: Index, *, every_machine: bool = False) -> str:
     """Rewrite a lock file with the hashes of an index.
 
     Args:
         text: the file; comments and ``-r`` lines stay.
         index: package name → its files.
+        every_machine: see :func:`hashes_of`; of pins without a marker.
 
     Raises:
         LockError: a line is no exact pin, or its hashes cannot be had.
     """
     lines = re.sub(r"\\\n", " ", text).splitlines()
     with ThreadPoolExecutor(8) as pool:
-        return "".join(pool.map(lambda line: _locked_line(line, index), lines))
+        return "".join(pool.map(lambda line: _locked_line(line, index, every_machine), lines))
 
 
-def _locked_line(line: str, index: Index) -> str:
+def _locked_line(line: str, index: Index, every_machine: bool) -> str:
     if not line.strip() or line.startswith(("#", "-r ")):
         return f"{line}\n"
     pin = _PIN.match(line)
     if pin is None:
         raise LockError(f"{line!r}: not an exact pin NAME==VERSION")
     name, version = pin["name"], pin["version"]
+    # Of one machine only: the marker that says so stays.
+    marker = line.partition("--hash")[0].partition(";")[2].strip()
     if "+" in version:
         hashes = re.findall(r"--hash=sha256:(\w+)", line)
     else:
-        hashes = hashes_of(name, version, index(name))
+        wanted = every_machine and not marker
+        hashes = hashes_of(name, version, index(name), every_machine=wanted)
     if not hashes:
         raise LockError(f"{name}=={version}: of another index; write its --hash= by hand")
-    # Of one machine only: the marker that says so stays.
-    marker = line.partition("--hash")[0].partition(";")[2].strip()
     pinned = f"{name}=={version} ; {marker}" if marker else f"{name}=={version}"
     return " \\\n".join([pinned, *(f"    --hash=sha256:{one}" for one in hashes)]) + "\n"
 
@@ -219,7 +233,7 @@ def main(arguments: list[str], index: Index | None = None, folder: Path = FOLDER
     for file in sorted(folder.glob("*.txt")):
         before = file.read_text()
         try:
-            after = locked_text(before, index)
+            after = locked_text(before, index, every_machine=file.stem in _IN_IMAGES)
         except LockError as error:
             print(f"lock: {file.name}: {error}", file=sys.stderr)  # noqa: T201
             return 1

@@ -2,11 +2,12 @@
 
 The same ``.py`` files are what is read, tested and compiled; without the compiled ones Python runs
 them. What is compiled stands in :data:`MODULES`. Left out is what mypyc cannot take (subclasses of
-``list`` and of uvicorn's classes, pydantic's models, asynchronous generators), what must be weakly
-referenced (:mod:`taut_service.watch.tally`), and what ran otherwise when compiled (mypy 2.4.1):
-exceptions whose class has attributes (``errors.py``: they were not there), ``access_log.py`` (every
-line came twice), and ``texts.py``, which casts any JSON to a list. An attribute ``_thread`` is no
-C name.
+``list`` and of uvicorn's classes, pydantic's models, asynchronous generators), and what ran
+otherwise when compiled (mypy 2.4.1): exceptions whose class has attributes (``errors.py``: they
+were not there). To be avoided in what is compiled: ``data[os.write(fd, data):]`` (the call is made
+twice), an attribute ``_thread`` (no C name), ``append`` on a subclass of ``list`` (that of ``list``
+is called), a ``cast`` that is not true (it is checked), weak references (they crash:
+:mod:`taut_service.watch.tallies`).
 """
 
 from __future__ import annotations
@@ -43,8 +44,10 @@ MODULES = (
     "admit/limits/limiter.py",
     "admit/limits/memory.py",
     "admit/limits/settlement.py",
+    "admit/limits/texts.py",
     "admit/request_checks.py",
     "call.py",
+    "expiry.py",
     "http/body.py",
     "http/client_exchange.py",
     "http/dialect.py",
@@ -54,6 +57,7 @@ MODULES = (
     "http/json_body.py",
     "http/json_bounds.py",
     "http/relay.py",
+    "http/request_head.py",
     "http/request_watch.py",
     "http/rewrite.py",
     "http/splice.py",
@@ -72,8 +76,12 @@ MODULES = (
     "route/routed.py",
     "route/variants.py",
     "timer.py",
+    "watch/access_log.py",
     "watch/drain.py",
+    "watch/key_usage.py",
     "watch/metrics.py",
+    "watch/tally.py",
+    "worker/answer_reader.py",
     "worker/connection.py",
     "worker/outgoing.py",
     "worker/worker.py",

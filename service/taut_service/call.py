@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from taut_service.admit.auth import Caller
 from taut_service.admit.byte_budget import HeldBytes
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from taut_service.guard.tap import Tap
 
-CLIENT_CLOSED = 499
+CLIENT_CLOSED: Final = 499
 """Status in the log of a request whose client left; never sent."""
 
 

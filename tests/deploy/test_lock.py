@@ -65,6 +65,40 @@ def test_a_source_archive_counts_where_a_machine_has_no_wheel(lock: ModuleType) 
     assert lock.hashes_of("a", "1.0", listed(other, source)) == [source]
 
 
+def test_what_images_are_made_of_has_a_wheel_for_both_machines(
+    lock: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    intel, arm = (f"a-1.0-cp311-cp311-manylinux_2_28_{m}.whl" for m in ("x86_64", "aarch64"))
+    file = tmp_path / "service.txt"
+
+    def locked(text: str, *files: str) -> int:
+        file.write_text(text)
+        return lock.main([], lambda _: listed(*files), tmp_path)
+
+    assert locked("a==1.0\n", intel, arm) == 0
+    assert locked("a==1.0\n", intel, "a-1.0.tar.gz") == 1
+    assert "a==1.0: no wheel for aarch64, for which images are built" in capsys.readouterr().err
+    assert locked('a==1.0 ; platform_machine == "x86_64"\n', intel, "a-1.0.tar.gz") == 0
+    # Of what no image has, the source will do.
+    file.unlink()
+    file = tmp_path / "dev.txt"
+    assert locked("a==1.0\n", intel, "a-1.0.tar.gz") == 0
+
+
+def test_every_lock_of_an_image_is_held_to_that(lock: ModuleType) -> None:
+    text = (FOLDER.parent / "docker" / "build.py").read_text()
+    named = re.search(r"^LOCKS = \{(.*?)^\}", text, re.MULTILINE | re.DOTALL)
+    assert named is not None
+    locks = set(re.findall(r'"([a-z]+)"[,)]', re.sub(r'"[\w-]+":', "", named[1])))
+    included = {
+        one
+        for name in locks
+        for one in re.findall(r"^-r (\w+)\.txt", (FOLDER / f"{name}.txt").read_text(), re.MULTILINE)
+    }
+    assert locks >= {"otel", "cpu", "toolbox"}
+    assert locks | included | {"build", "compile"} == lock._IN_IMAGES
+
+
 @pytest.mark.parametrize(
     ("files", "said"),
     [

@@ -17,6 +17,7 @@ from gateway_harness import COMPLETION, Client, Harness, eventually, gateway, se
 from mock_engine import Faults, MockEngine
 
 from taut_service.errors import UnavailableError
+from taut_service.expiry import Expiry
 from taut_service.http.request_watch import RequestWatch
 from taut_service.watch.drain import Drain
 
@@ -212,7 +213,7 @@ async def test_drain_accepts_for_a_while_and_a_second_call_can_only_shorten_it()
 
 async def test_what_is_ending_cannot_be_reopened_and_can_be_hurried() -> None:
     drain = Drain()
-    watch = RequestWatch(never, 60)
+    watch = RequestWatch(never, Expiry(60))
     drain.enter(watch)
     finishing = asyncio.create_task(drain.finish(60))
     await asyncio.sleep(0)

@@ -262,6 +262,17 @@ async def test_flood_of_a_worker_is_a_broken_answer(name: str) -> None:
         assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "worker_lost"
 
 
+@pytest.mark.parametrize(("more", "status"), [(0, 200), (1, 502)])
+async def test_worker_may_send_as_many_trailers_as_a_client(more: int, status: int) -> None:
+    # Compiled, ``append`` of the list's subclass that counted them was not called.
+    trailers = b"x-a: b\r\n" * (MAX_TRAILERS + more)
+    async with MockEngine() as engine, gateway(settings_for(engine.url)) as harness:
+        engine.faults = Faults(raw=WHOLE + b"0\r\n" + trailers + b"\r\n")
+        answer = await harness.post(COMPLETION)
+        assert answer.status == status
+        assert "x-a" not in answer.headers
+
+
 @pytest.mark.parametrize(
     "raw",
     [

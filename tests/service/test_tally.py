@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from taut_service.watch import tally
 from taut_service.watch.metrics import Metrics
-from taut_service.watch.tally import Tallies
+from taut_service.watch.tallies import Tallies, TallyGroup
 
 
 def test_counts_and_observations_arrive_when_they_are_brought_in() -> None:
@@ -19,10 +19,8 @@ def test_counts_and_observations_arrive_when_they_are_brought_in() -> None:
     counter = Counter("c", "c", ["a"], registry=registry)
     histogram = Histogram("h", "h", ["a"], registry=registry, buckets=(1, 2))
     tallies = Tallies()
-    counted, observed = (
-        tallies.counter(counter.labels("x")),
-        tallies.histogram(histogram.labels("x")),
-    )
+    group = tallies.group()
+    counted, observed = group.counter(counter.labels("x")), group.histogram(histogram.labels("x"))
     for amount in (0.5, 1.5, 1.5, 9):
         observed.observe(amount)
         counted.inc(amount)
@@ -46,7 +44,7 @@ def test_observations_fall_where_the_library_puts_them(amounts: list[float]) -> 
         Histogram(name, name, ["a"], registry=registry, buckets=(0, 1, 2)).labels("x")
         for name in ("ours", "theirs")
     )
-    observed = Tallies().histogram(ours)
+    observed = TallyGroup().histogram(ours)
     for amount in amounts:
         observed.observe(amount)
         theirs.observe(amount)
@@ -67,7 +65,7 @@ def test_observations_fall_where_the_library_puts_them(amounts: list[float]) -> 
 def test_observations_are_kept_within_a_bound() -> None:
     registry = CollectorRegistry()
     histogram = Histogram("h", "h", ["a"], registry=registry)
-    observed = Tallies().histogram(histogram.labels("x"))
+    observed = TallyGroup().histogram(histogram.labels("x"))
     for _ in range(tally.MAX_PENDING):
         observed.observe(1)
     assert registry.get_sample_value("h_count", {"a": "x"}) == tally.MAX_PENDING
@@ -87,9 +85,10 @@ def test_what_is_dropped_is_forgotten() -> None:
     registry = CollectorRegistry()
     counter = Counter("c", "c", ["a"], registry=registry)
     tallies = Tallies()
-    counted = tallies.counter(counter.labels("x"))
+    group = tallies.group()
+    counted = group.counter(counter.labels("x"))
     counted.inc()
-    del counted
+    del group
     gc.collect()
     tallies.bring_in()
     assert registry.get_sample_value("c_total", {"a": "x"}) == 0

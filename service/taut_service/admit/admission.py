@@ -15,7 +15,6 @@ import asyncio
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import NamedTuple
 
 from taut_service.admit.fair_queue import FairQueue, Priority, Waiter
 from taut_service.config.settings import AdmissionLimit, BrownOut, Settings
@@ -26,7 +25,7 @@ SMOOTHING = 0.1
 MAX_RETRY_AFTER_S = 60.0
 
 
-class Claim(NamedTuple):
+class Claim:
     """What a request asks for, and on whose behalf.
 
     Args:
@@ -37,11 +36,21 @@ class Claim(NamedTuple):
         timeout_s: longest wait the client allows, None if it set none.
     """
 
-    tokens: int = 1
-    key: str = ""
-    weight: float = 1.0
-    priority: Priority = Priority.NORMAL
-    timeout_s: float | None = None
+    __slots__ = ("key", "priority", "timeout_s", "tokens", "weight")
+
+    def __init__(
+        self,
+        tokens: int = 1,
+        key: str = "",
+        weight: float = 1.0,
+        priority: Priority = Priority.NORMAL,
+        timeout_s: float | None = None,
+    ) -> None:
+        self.tokens = tokens
+        self.key = key
+        self.weight = weight
+        self.priority = priority
+        self.timeout_s = timeout_s
 
 
 ANYBODY = Claim()
@@ -246,7 +255,11 @@ class AdmissionController:
 
 
 class Slot:
-    """One place, held between ``__aenter__`` and ``__aexit__`` whatever ends the block."""
+    """One place, held in an ``async with`` block whatever ends it.
+
+    A request does what the block does by itself, since that is two coroutines more: :meth:`take`
+    or :meth:`wait`, and :meth:`release` in a ``finally``.
+    """
 
     __slots__ = ("_claim", "_clock", "_controller", "_since", "_tokens")
 
@@ -259,10 +272,24 @@ class Slot:
         self._since = 0.0
         self._tokens = 0
 
-    async def __aenter__(self) -> None:
-        controller, claim = self._controller, self._claim
-        self._tokens = controller.take(claim) or await controller.acquire(claim)
+    def take(self) -> bool:
+        """Take the place if that needs no waiting; return whether it is taken."""
+        self._tokens = self._controller.take(self._claim)
         self._since = self._clock()
+        return self._tokens > 0
+
+    async def wait(self) -> None:
+        """Take the place; raises what :meth:`AdmissionController.acquire` does."""
+        self._tokens = await self._controller.acquire(self._claim)
+        self._since = self._clock()
+
+    def release(self) -> None:
+        """Give the place back."""
+        self._controller.release(self._clock() - self._since, self._tokens)
+
+    async def __aenter__(self) -> None:
+        if not self.take():
+            await self.wait()
 
     async def __aexit__(
         self,
@@ -270,7 +297,7 @@ class Slot:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._controller.release(self._clock() - self._since, self._tokens)
+        self.release()
 
 
 class Admission:

@@ -12,7 +12,7 @@ import asyncio
 import codecs
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 from taut_service.admit.lax import as_bool, as_int
 from taut_service.admit.limits.estimate import Estimate, estimate
@@ -31,7 +31,7 @@ _SESSION_FIELDS = ("prompt_cache_key", "user")
 """Body fields that name a session where the header is missing; OpenAI's, both optional."""
 
 
-class Facts(NamedTuple):
+class Facts:
     """What is known of a request's body once it is no longer parsed.
 
     Args:
@@ -46,15 +46,32 @@ class Facts(NamedTuple):
         hides_usage: whether it adds the wish for a stream's usage.
     """
 
-    asked: str
-    model: Model
-    cost: Estimate
-    streamed: bool
-    session: str | None
-    beginning: str
-    places: Places
-    body: bytes
-    hides_usage: bool
+    __slots__ = (
+        "asked", "beginning", "body", "cost", "hides_usage", "model", "places", "session",
+        "streamed",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        asked: str,
+        model: Model,
+        cost: Estimate,
+        streamed: bool,
+        session: str | None,
+        beginning: str,
+        places: Places,
+        body: bytes,
+        hides_usage: bool,
+    ) -> None:
+        self.asked = asked
+        self.model = model
+        self.cost = cost
+        self.streamed = streamed
+        self.session = session
+        self.beginning = beginning
+        self.places = places
+        self.body = body
+        self.hides_usage = hides_usage
 
 
 class Inspector:

@@ -7,13 +7,13 @@ well, and read alike. Source: pydantic, "Conversion Table", JSON input.
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, Final
 
-_INT = re.compile(r"([+-]?\d+(?:_\d+)*)(?:\.0+)?", re.ASCII)
+_INT: Final = re.compile(r"([+-]?\d+(?:_\d+)*)(?:\.0+)?", re.ASCII)
 _MAX_DIGITS = 30
 """Longer numbers than any field may be."""
-_TRUE = frozenset({"true", "1", "on", "t", "y", "yes"})
-_FALSE = frozenset({"false", "0", "off", "f", "n", "no"})
+_TRUE: Final = frozenset({"true", "1", "on", "t", "y", "yes"})
+_FALSE: Final = frozenset({"false", "0", "off", "f", "n", "no"})
 
 
 def as_int(value: Any) -> int | None:

@@ -27,6 +27,7 @@ from collections.abc import Callable, Sized
 from uvicorn.protocols.http.flow_control import FlowControl
 
 from taut_service.http.client_rules import SLOW_READER, ClientRules
+from taut_service.http.request_head import Signal
 from taut_service.timer import Timer
 
 LOOK_S = 0.25
@@ -60,7 +61,11 @@ class ClientFlow(FlowControl):
         rules: ClientRules,
         ask: Callable[[], bool],
     ) -> None:
-        super().__init__(transport)
+        # Not the parent's, whose event is larger than all else here.
+        self._transport = transport
+        self.read_paused = self.write_paused = False
+        self._is_writable_event = Signal()  # type: ignore[assignment]
+        self._is_writable_event.set()
         self._loop = loop
         self._ask = ask
         self._ask_at: float | None = None

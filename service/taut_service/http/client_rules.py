@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from taut_service.config.settings import Timeouts
+from taut_service.expiry import Expiry
 from taut_service.http.descriptors import DescriptorReserve
 
+KEEP_ALIVE_S = 5.0
+"""For the next request on a connection, as uvicorn has it."""
 SLOW_READER = "slow_reader"
 DESCRIPTORS = "descriptors"
 CLOSE_REASONS = (SLOW_READER, DESCRIPTORS)
@@ -30,8 +33,10 @@ class ClientRules:
         timeouts: those in force, since a reload may change them.
         closed: told why a connection is closed, one of ``CLOSE_REASONS``.
         descriptors: what is kept free; None while the process does not listen yet.
+        idle: ends connections that no request comes on.
     """
 
     timeouts: Callable[[], Timeouts] = _default_timeouts
     closed: Callable[[str], None] = _count_nothing
     descriptors: DescriptorReserve | None = None
+    idle: Expiry = field(default_factory=lambda: Expiry(KEEP_ALIVE_S))

@@ -10,17 +10,19 @@ Time is bounded, too: :attr:`Framing.dry` counts reads in a row that brought no 
 
 from __future__ import annotations
 
+from typing import Final
+
 from taut_service.errors import Headers
 
-MAX_HEAD_BYTES = 64 * 1024
+MAX_HEAD_BYTES: Final = 64 * 1024
 """Of a head, and of everything beside the body behind it."""
-MAX_FIELDS = 256
+MAX_FIELDS: Final = 256
 """Headers of a head."""
 TOO_MANY_FIELDS = f"the head has more than {MAX_FIELDS} headers"
-MAX_TRAILERS = 64
-BYTES_A_READ = 256
+MAX_TRAILERS: Final = 64
+BYTES_A_READ: Final = 256
 """Not worth counting beside some body: an honest stream's reads."""
-BYTES_A_PIECE = 16
+BYTES_A_PIECE: Final = 16
 """Allowed for each piece of body: a chunk's size, two line ends and a short extension."""
 FRAMING_TIMEOUT_S = 30.0
 """For a head, or for what follows a body, to arrive."""

@@ -32,6 +32,7 @@ from taut_service.errors import (
     MethodNotAllowedError,
     UnauthorizedError,
 )
+from taut_service.expiry import Expiry
 from taut_service.http.answer_failures import CutShortError
 from taut_service.http.body import Bodies
 from taut_service.http.client_exchange import SCOPE_KEY
@@ -111,6 +112,7 @@ class Front:
         self._ids = RequestIds()
         self._inspector = Inspector()
         self._bodies = Bodies()
+        self._total = Expiry(self.reloader.current.settings.timeouts.total_s)
         self.admin: FastAPI | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -138,7 +140,7 @@ class Front:
             send = exchange.send_until_close
         if self.tracing is not None:
             call.span, headers.passed_on = self.tracing.begin(call, headers.passed_on)
-        watch = RequestWatch(receive, self.reloader.current.settings.timeouts.total_s)
+        watch = RequestWatch(receive, self._expiry())
         self.drain.enter(watch)
         try:
             with watch:
@@ -155,6 +157,13 @@ class Front:
             if call.admitted.holds_key_place and call.admitted.key is not None:
                 self._key_places.give_back(call.admitted.key.name)
             self._account(call)
+
+    def _expiry(self) -> Expiry:
+        """Return what ends a request that begins now; those under way keep the time they had."""
+        total_s = self.reloader.current.settings.timeouts.total_s
+        if self._total.seconds != total_s:
+            self._total = Expiry(total_s)
+        return self._total
 
     async def _answer(
         self,
@@ -190,12 +199,15 @@ class Front:
         )
         query = scope["query_string"]
         path = call.route.path.encode() + (b"?" + query if query else b"")
-        claim = claim_of(call, caller, headers, timeout_s, sum(facts.cost))
+        claim = claim_of(
+            call, caller, headers, timeout_s, facts.cost.prompt + facts.cost.completion
+        )
         if caller is not None and caller.limit is not None:
-            call.admitted.reservation = await self.limiter.reserve(
-                caller.name, caller.limit, facts.cost
-            )
-            call.extra_headers = call.admitted.reservation.headers()
+            reservation = self.limiter.reserve_now(caller.name, caller.limit, facts.cost)
+            if reservation is None:
+                reservation = await self.limiter.reserve(caller.name, caller.limit, facts.cost)
+            call.admitted.reservation = reservation
+            call.extra_headers = reservation.headers()
         request = Outgoing(path, headers, facts)
         model = facts.model
         # The request may be a copy with another model by the time it waits.

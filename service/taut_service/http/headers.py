@@ -9,14 +9,15 @@ import re
 import secrets
 from collections.abc import Iterable
 from itertools import count
+from typing import Final
 
 from taut_service.errors import Headers, RequestError
 
-REQUEST_ID = b"x-request-id"
-WORKER = b"x-taut-worker"
-VARIANT = b"x-taut-variant"
-PRIORITY = b"x-taut-priority"
-TIMEOUT = b"x-request-timeout"
+REQUEST_ID: Final = b"x-request-id"
+WORKER: Final = b"x-taut-worker"
+VARIANT: Final = b"x-taut-variant"
+PRIORITY: Final = b"x-taut-priority"
+TIMEOUT: Final = b"x-request-timeout"
 
 _HOP_BY_HOP = frozenset(
     {
@@ -85,9 +86,9 @@ _REPLACED_IN_RESPONSE = frozenset(
         VARIANT,
     }
 )
-_DROPPED_FROM_REQUEST = _HOP_BY_HOP | _REPLACED_IN_REQUEST | _CREDENTIALS
-_DROPPED_FROM_RESPONSE = _HOP_BY_HOP | _REPLACED_IN_RESPONSE
-_VALID_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+_DROPPED_FROM_REQUEST: Final = _HOP_BY_HOP | _REPLACED_IN_REQUEST | _CREDENTIALS
+_DROPPED_FROM_RESPONSE: Final = _HOP_BY_HOP | _REPLACED_IN_RESPONSE
+_VALID_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
 class RequestIds:

@@ -9,7 +9,7 @@ loop gets its turn.
 from __future__ import annotations
 
 import json
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from taut_service.errors import RequestError
 
@@ -30,7 +30,7 @@ def _give_way_float(text: str) -> float:
     return float(text)
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+_DECODER: Final = json.JSONDecoder(parse_constant=_refuse_constant)
 DECODER_THAT_GIVES_WAY = json.JSONDecoder(
     parse_constant=_refuse_constant,
     object_hook=_give_way_object,
@@ -53,7 +53,7 @@ def parse_body(body: bytes, *, give_way: bool = False) -> dict[str, Any]:
         RequestError: it is not that.
     """
     try:
-        document = (DECODER_THAT_GIVES_WAY if give_way else _DECODER).decode(body.decode())
+        document = _decoded(body.decode(), DECODER_THAT_GIVES_WAY if give_way else _DECODER)
     except UnicodeDecodeError as error:
         raise RequestError("the request body is not UTF-8", code="invalid_json") from error
     except json.JSONDecodeError as error:
@@ -72,6 +72,15 @@ def parse_body(body: bytes, *, give_way: bool = False) -> dict[str, Any]:
         kind = type(document).__name__
         raise RequestError(f"the request body must be a JSON object, not {kind}")
     return document
+
+
+def _decoded(text: str, decoder: json.JSONDecoder) -> Any:
+    if text[:1] == "{":
+        # ``decode`` looks for space before and after with a regular expression each.
+        document, end = decoder.raw_decode(text)
+        if end == len(text) or not text[end:].strip(" \t\r\n"):
+            return document
+    return decoder.decode(text)
 
 
 def _refuse_lone_surrogates(document: Any) -> None:

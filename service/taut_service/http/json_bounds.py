@@ -8,12 +8,12 @@ text, strings included, which can only count too much; only the rest is looked a
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from taut_service.errors import RequestError
 
-LIGHT_BYTES = 256 * 1024
-LIGHT_NODES = 10_000
+LIGHT_BYTES: Final = 256 * 1024
+LIGHT_NODES: Final = 10_000
 """Up to both a body is parsed on the event loop: a few milliseconds at the very most."""
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _STEPS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}

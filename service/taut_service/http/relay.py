@@ -42,6 +42,8 @@ async def relay(
         NothingSentError: nothing has been sent, and the worker is lost.
         CutShortError: the beginning has been sent and the rest will not come.
     """
+    if _relay_whole(call, connection, worker, variant):
+        return
     status = connection.status
     if status >= 500 or status // 100 == 3:
         # The text of a worker's failure stays inside: it may name paths, tensors and versions.
@@ -58,6 +60,33 @@ async def relay(
         await relay_stream(call, connection, headers, send)
     else:
         await _relay_document(call, connection, headers, send)
+
+
+def _relay_whole(call: Call, connection: Connection, worker: bytes, variant: bytes) -> bool:
+    """Pass on a good document that has arrived whole, as a small one has with its head.
+
+    It is what :func:`relay` does with it, without a coroutine for each step.
+
+    Returns:
+        Whether it was passed on; if not, nothing has happened.
+    """
+    exchange = call.exchange
+    if (
+        exchange is None
+        or connection.status != 200
+        or not exchange.takes_answer
+        or _is_event_stream(connection.headers)
+    ):
+        return False
+    body = connection.take_whole()
+    if body is None:
+        return False
+    headers = response_headers(connection.headers, call.request_id, worker, variant)
+    headers += call.extra_headers
+    headers, body = _finished(call, headers, body)
+    exchange.respond(200, headers, body)
+    call.answer.status = 200
+    return True
 
 
 def _is_event_stream(headers: Headers) -> bool:
@@ -85,19 +114,34 @@ async def _relay_document(call: Call, connection: Connection, headers: Headers, 
         if refusal is not None:
             raise refusal
         body = call.route.dialect.worker_error(body, connection.status, call.request_id)
-    elif call.rewrite is not None:
-        body = call.rewrite.document(body)
-    call.answer.usage = read_usage(body)
-    if call.tap is not None:
-        call.tap.hear(body)
-    headers = [item for item in headers if item[0] != b"content-length"]
-    headers.append((b"content-length", b"%d" % len(body)))
+        call.answer.usage = read_usage(body)
+        if call.tap is not None:
+            call.tap.hear(body)
+        headers = _with_length(headers, body)
+    else:
+        headers, body = _finished(call, headers, body)
     if call.exchange is not None and call.exchange.respond(connection.status, headers, body):
         call.answer.status = connection.status
         return
     await send({"type": "http.response.start", "status": connection.status, "headers": headers})
     call.answer.status = connection.status
     await send({"type": "http.response.body", "body": body})
+
+
+def _finished(call: Call, headers: Headers, body: bytes) -> tuple[Headers, bytes]:
+    """Return a whole good document, and its headers, as the client gets them; read its usage."""
+    if call.rewrite is not None:
+        body = call.rewrite.document(body)
+    call.answer.usage = read_usage(body)
+    if call.tap is not None:
+        call.tap.hear(body)
+    return _with_length(headers, body), body
+
+
+def _with_length(headers: Headers, body: bytes) -> Headers:
+    told = [item for item in headers if item[0] != b"content-length"]
+    told.append((b"content-length", b"%d" % len(body)))
+    return told
 
 
 async def _pass_on(

@@ -14,6 +14,7 @@ from types import TracebackType
 from starlette.types import Receive
 
 from taut_service.errors import RequestTimeoutError, UnavailableError, UpstreamDeadlineError
+from taut_service.expiry import Expiry
 from taut_service.http.client_exchange import ClientExchange
 from taut_service.timer import Timer
 
@@ -57,13 +58,21 @@ class RequestWatch:
 
     Args:
         receive: the ASGI callable; read by :meth:`listen` only.
-        total_s: longest life of the request.
+        total: ends the request that lives longer.
     """
 
-    def __init__(self, receive: Receive, total_s: float) -> None:
+    __slots__ = (
+        "_cancelling", "_exchange", "_listener", "_number", "_reason", "_receive", "_task",
+        "_timer", "_total", "_total_s",
+    )  # fmt: skip
+
+    def __init__(self, receive: Receive, total: Expiry) -> None:
         self._receive = receive
-        self._total_s = total_s
-        self._timer: asyncio.TimerHandle
+        self._total = total
+        self._total_s = total.seconds
+        self._number = 0
+        self._cancelling = 0
+        self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[object] | None = None
         self._listener: asyncio.Task[None] | None = None
         self._reason: Exception | None = None
@@ -91,7 +100,7 @@ class RequestWatch:
         """Give the request at most so many seconds from now, if that is less than it has."""
         if total_s < self._total_s:
             self._total_s = total_s
-            self._timer.cancel()
+            self._stop_counting()
             self._timer = asyncio.get_running_loop().call_later(total_s, self._out_of_time)
 
     def limit(self, silence_s: float) -> SilenceLimit:
@@ -102,6 +111,11 @@ class RequestWatch:
         """Stop the request because the gateway ends."""
         text = "the gateway is shutting down; send the request again"
         self.end(UnavailableError(text, code="shutting_down", retry_after_s=SHUTDOWN_RETRY_AFTER_S))
+
+    def _stop_counting(self) -> None:
+        self._total.stop(self._number)
+        if self._timer is not None:
+            self._timer.cancel()
 
     def _disconnected(self) -> None:
         self.end(ClientDisconnectedError())
@@ -125,8 +139,7 @@ class RequestWatch:
         assert task is not None  # noqa: S101 - a coroutine awaited by ASGI runs in a task
         self._task = task
         self._cancelling = task.cancelling()
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(self._total_s, self._out_of_time)
+        self._number = self._total.start(self._out_of_time)
         return self
 
     def __exit__(
@@ -136,7 +149,7 @@ class RequestWatch:
         trace: TracebackType | None,
     ) -> None:
         task, self._task = self._task, None
-        self._timer.cancel()
+        self._stop_counting()
         if self._exchange is not None:
             self._exchange.unwatch()
         if self._listener is not None:

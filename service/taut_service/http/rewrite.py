@@ -13,17 +13,17 @@ import json
 import re
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Final
 
 from taut_service.http.splice import ESCAPED_ASCII, KEY, NAME, Edit, members, with_edits
 
-USAGE = re.compile(rb'"usage"\s*:\s*\{')
-_NO_CHOICES = re.compile(rb'"choices"\s*:\s*\[\s*\]')
+USAGE: Final = re.compile(rb'"usage"\s*:\s*\{')
+_NO_CHOICES: Final = re.compile(rb'"choices"\s*:\s*\[\s*\]')
 # Atomic: a CRLF is one line end, never a CR and an LF.
-BLANK_LINE = re.compile(rb"(?>\r\n|\n|\r)(?>\r\n|\n|\r)")
+BLANK_LINE: Final = re.compile(rb"(?>\r\n|\n|\r)(?>\r\n|\n|\r)")
 
 
-class Rewrite(NamedTuple):
+class Rewrite:
     """What becomes of one answer.
 
     Args:
@@ -32,15 +32,18 @@ class Rewrite(NamedTuple):
         within: the member of an event's object that holds ``model``; ``""`` for the object itself.
     """
 
-    model: bytes
-    hide_usage: bool
-    within: str
+    __slots__ = ("hide_usage", "model", "within")
+
+    def __init__(self, model: bytes, hide_usage: bool, within: str) -> None:
+        self.model = model
+        self.hide_usage = hide_usage
+        self.within = within
 
     def document(self, body: bytes) -> bytes:
         """Return a whole document with the right name, or the beginning of one."""
         if body.count(KEY) != 1 or ESCAPED_ASCII in body:
             return _walked(body, 0, (), self.model) if KEY in body else body
-        found = NAME.search(body)
+        found = NAME.match(body, body.find(KEY))
         if found is None or found[1] == self.model:
             return body
         return with_edits(body, (Edit(*found.span(1), self.model),))

@@ -14,15 +14,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from taut_service.http.json_body import DECODER_THAT_GIVES_WAY
 
-NAME = re.compile(rb'"model"[ \t\r\n]*:[ \t\r\n]*("(?:[^"\\]|\\.)*")')
-KEY = b'"model"'
-ESCAPED_ASCII = b"\\u00"
+NAME: Final = re.compile(rb'"model"[ \t\r\n]*:[ \t\r\n]*("(?:[^"\\]|\\.)*")')
+KEY: Final = b'"model"'
+ESCAPED_ASCII: Final = b"\\u00"
 """Begins every escape that could spell ``model``, or any other ASCII name."""
-_SPACE = re.compile(r"[ \t\r\n]*")
+_SPACE: Final = re.compile(r"[ \t\r\n]*")
 
 Places = tuple[tuple[int, int], ...]
 """Begin and end of each value of ``model``, in bytes."""
@@ -43,7 +43,7 @@ def find_models(body: bytes) -> Places:
         body: valid JSON, an object.
     """
     if body.count(KEY) == 1 and ESCAPED_ASCII not in body:
-        found = NAME.search(body)
+        found = NAME.match(body, body.find(KEY))
         if found is not None:
             return (found.span(1),)
     # Latin-1 has one character a byte, and what gives JSON its structure is ASCII.

@@ -11,29 +11,29 @@ from __future__ import annotations
 
 import json
 import re
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from taut_service.http.rewrite import BLANK_LINE, USAGE, Rewrite, StreamRewriter
 
-MAX_EVENT_BYTES = 4 * 1024 * 1024
+MAX_EVENT_BYTES: Final = 4 * 1024 * 1024
 """An event longer than this is passed on in pieces, so that memory stays bounded."""
 
-MAX_KNOWN_SIZE = 1024
+MAX_KNOWN_SIZE: Final = 1024
 """Bytes of events up to which as many are taken to hold as much text as the last time."""
 
-_DATA_LINE = re.compile(rb"(?:(?<=\n)|(?<=\r)|\A)data:")
+_DATA_LINE: Final = re.compile(rb"(?:(?<=\n)|(?<=\r)|\A)data:")
 # OpenAI's completions say prompt_tokens and completion_tokens; its responses and Anthropic's
 # messages say input_tokens and output_tokens.
-_PROMPT_TOKENS = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*(\d{1,12})')
-_COMPLETION_TOKENS = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d{1,12})')
+_PROMPT_TOKENS: Final = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*(\d{1,12})')
+_COMPLETION_TOKENS: Final = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d{1,12})')
 # What a model wrote, in the events of every dialect; whole answers repeated at the end of a stream
 # stand under other names or come after their usage.
-_TEXT = re.compile(
+_TEXT: Final = re.compile(
     rb'"(?:content|text|delta|reasoning|reasoning_content|refusal|arguments|thinking|partial_json'
     rb')"\s*:\s*"((?:[^"\\]|\\.)*+)'
 )
 # Anthropic does not count these among input_tokens.
-_CACHED_TOKENS = re.compile(rb'"cache_(?:read|creation)_input_tokens"\s*:\s*(\d{1,12})')
+_CACHED_TOKENS: Final = re.compile(rb'"cache_(?:read|creation)_input_tokens"\s*:\s*(\d{1,12})')
 
 
 class Usage(NamedTuple):
@@ -63,7 +63,9 @@ def read_usage(data: bytes) -> Usage | None:
     # An embedding has no completion: the field is then absent.
     if prompt is None:
         return None
-    cached = sum(int(found) for found in _CACHED_TOKENS.findall(data, start))
+    cached = 0
+    if data.find(b'"cache_', start) >= 0:
+        cached = sum(int(found) for found in _CACHED_TOKENS.findall(data, start))
     return Usage(int(prompt[1]) + cached, int(completion[1]) if completion is not None else 0)
 
 

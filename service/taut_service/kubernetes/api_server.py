@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 from taut_service.config.settings import KubernetesApi, Timeouts
@@ -135,8 +135,10 @@ class ApiServer:
         times = Timeouts(connect_s=CONNECT_S, first_byte_s=ANSWER_S, idle_s=silence_s)
         try:
             async with asyncio.timeout(CONNECT_S):
+                # A cast, since a connection does not inherit from asyncio's class.
+                new = cast("Callable[[], Any]", lambda: Connection(lambda _: None, times))
                 _, connection = await loop.create_connection(
-                    lambda: Connection(lambda _: None, times),
+                    new,
                     self._host,
                     self._port,
                     ssl=context,
@@ -146,7 +148,8 @@ class ApiServer:
             raise ConnectError(f"no connection within {CONNECT_S:g} s") from error
         except OSError as error:  # ssl.SSLError is one
             raise ConnectError(f"cannot reach {self._authority}: {error}") from error
-        return connection
+        made: Connection = connection
+        return made
 
 
 async def _document(connection: Connection) -> Any:

@@ -9,22 +9,22 @@ requests that share only the beginning, each group still on its own worker.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 from zlib import crc32
 
 from taut_service.config.settings import Affinity
 from taut_service.route.rendezvous import seed_of
 
-_TEXTS = ("prompt", "instructions", "system", "messages", "input")
+_TEXTS: Final = ("prompt", "instructions", "system", "messages", "input")
 """Fields that hold a prompt, in the order in which a chat template puts them."""
-_MAX_DEPTH = 6
+_MAX_DEPTH: Final = 6
 """A list of messages with a list of parts with an object for an image is 5 deep."""
 
 
 def affinity_keys(
     affinity: Affinity, beginning: str, session: str | None, caller: str | None
 ) -> Iterator[int]:
-    """Yield keys, most widely shared first; nothing where the request has no such thing.
+    """Return keys, most widely shared first; nothing where the request has no such thing.
 
     Args:
         affinity: the model's setting.
@@ -32,16 +32,14 @@ def affinity_keys(
         session: its session, if it has one.
         caller: name of its API key, if it has one.
 
-    Yields:
-        Keys of up to 64 bits for :mod:`taut_service.route.rendezvous`.
+    Returns:
+        Keys of up to 64 bits for :mod:`taut_service.route.rendezvous`, made as they are wanted.
     """
     if affinity.by == "prefix":
         wanted = affinity.block_chars * affinity.max_blocks
-        yield from _prefixes(beginning[:wanted], affinity.block_chars)
-    else:
-        name = session if affinity.by == "session" else caller
-        if name:
-            yield seed_of(name.encode("utf-8", "surrogatepass"))
+        return _prefixes(beginning[:wanted], affinity.block_chars)
+    name = session if affinity.by == "session" else caller
+    return iter((seed_of(name.encode("utf-8", "surrogatepass")),) if name else ())
 
 
 def _prefixes(text: str, block_chars: int) -> Iterator[int]:

@@ -84,13 +84,18 @@ class Gateway:
         if not route.has_ready():
             raise _none_ready(model.name)
         admission = self._admission.of(model.name)
-        async with admission.slot(claim):
+        slot = admission.slot(claim)
+        if not slot.take():
+            await slot.wait()
+        try:
             call.metrics.waited(time.perf_counter() - call.started)
             if self._reloader.current is not generation:
                 route = self._routed_anew(route, may_pin=may_pin)
             if admission.under_pressure:
                 route.brown_out()
             await self._answer_admitted(route, send)
+        finally:
+            slot.release()
 
     def _routed_anew(self, route: RoutedRequest, *, may_pin: bool) -> RoutedRequest:
         """Route a request that waited while the configuration changed: its workers may be gone."""
@@ -111,17 +116,21 @@ class Gateway:
                 raise _gave_up(model.name, cause)
             attempt = route.begin(worker)
             try:
-                attempt, cause = await self._open(route, attempt)
+                if route.hedged_after_s is None:
+                    cause = await attempt.open(*route.wire())
+                else:
+                    attempt, cause = await self._open_hedged(route, attempt, route.hedged_after_s)
                 if cause == _REFUSED:
                     following = self._next_worker(route, cause)
                     if following is None:
                         # The client gets the worker's own words, as of every 4xx.
                         cause = ""
-                if not cause and attempt.connection is not None:
+                connection = attempt.connection
+                if not cause and connection is not None:
                     worker, variant = attempt.worker, route.variant
                     call.routed.worker = worker.name
-                    await relay(call, attempt.connection, worker.header, variant.header, send)
-                    if attempt.connection.status != _TOO_MANY:
+                    await relay(call, connection, worker.header, variant.header, send)
+                    if connection.status != _TOO_MANY:
                         attempt.succeeded()
                     return
             except NothingSentError as error:
@@ -161,11 +170,9 @@ class Gateway:
                 return worker
         return route.variant.choose(route.tried, last_resort=True)
 
-    async def _open(self, route: RoutedRequest, attempt: Attempt) -> tuple[Attempt, str]:
-        after_s = route.routing.hedge.after_s
-        if after_s is None or route.request.streamed:
-            return attempt, await attempt.open(*route.wire())
-
+    async def _open_hedged(
+        self, route: RoutedRequest, attempt: Attempt, after_s: float
+    ) -> tuple[Attempt, str]:
         def second() -> Opening | None:
             if len(route.tried) >= route.routing.retries.max_tries:
                 return None

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import lru_cache
 from hashlib import blake2b
 
 _SCALE = 2.0**-64
 _MASK = 2**64 - 1
+KNOWN_DRAWS = 4096
+"""About 1 MB."""
 
 
 def seed_of(data: bytes) -> int:
@@ -21,6 +24,7 @@ def seed_of(data: bytes) -> int:
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "big")
 
 
+@lru_cache(maxsize=KNOWN_DRAWS)
 def draw(key: int, name: int) -> int:
     """Return the draw of a name for a key; the highest wins.
 
@@ -30,7 +34,8 @@ def draw(key: int, name: int) -> int:
 
     Returns:
         64 bits, uniform over keys, and as good as independent between names: the finaliser of
-        SplitMix64 (G. Steele et al., OOPSLA 2014), a tenth of the cost of another hash.
+        SplitMix64 (G. Steele et al., OOPSLA 2014), a tenth of the cost of another hash. Those of
+        beginnings that come again, for which affinity is there, are remembered.
     """
     bits = key ^ name
     bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & _MASK

@@ -63,6 +63,11 @@ class RoutedRequest:
         """Whether any worker it could go to works."""
         return self.variant.has_ready or any(other.has_ready for other in self.others())
 
+    @property
+    def hedged_after_s(self) -> float | None:
+        """After how long another worker is asked as well; None for no other."""
+        return None if self.request.streamed else self.routing.hedge.after_s
+
     def others(self) -> list[Variant]:
         """Return the variants it may go to when its own has no worker for it, best first."""
         return [] if self.pinned else self.model.others(self.variant, self._sticky)

@@ -132,12 +132,12 @@ class _Writer:
         self.written = 0
         self.broken = False
         self._write = _writer_to(stream)
-        self._thread = threading.Thread(target=self._run, name="access-log", daemon=True)
-        self._thread.start()
+        self._runner = threading.Thread(target=self._run, name="access-log", daemon=True)
+        self._runner.start()
 
     def close(self) -> None:
         self.batches.put(None)
-        self._thread.join(CLOSE_TIMEOUT_S)
+        self._runner.join(CLOSE_TIMEOUT_S)
 
     def _run(self) -> None:
         while (lines := self.batches.get()) is not None:
@@ -161,6 +161,7 @@ def _writer_to(stream: TextIO) -> Callable[[str], object]:
         # interpreter abort at its end.
         data = memoryview(text.encode())
         while data:
-            data = data[os.write(descriptor, data) :]
+            written = os.write(descriptor, data)
+            data = data[written:]
 
     return write

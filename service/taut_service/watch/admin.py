@@ -35,9 +35,10 @@ from taut_service.watch.admin_rollout import RolloutControls, add_rollout, opera
 from taut_service.watch.admin_state import GatewayState, WorkerReport, describe, worker_report
 from taut_service.watch.drain import Drain
 from taut_service.watch.families import taut_version
-from taut_service.watch.key_usage import KeyUsage, UsageReport
+from taut_service.watch.key_usage import KeyUsage
 from taut_service.watch.metrics import Metrics
 from taut_service.watch.ui.page import add_ui
+from taut_service.watch.usage_report import UsageReport
 from taut_service.worker.discovery.supervisor import Supervisor
 from taut_service.worker.worker import Worker
 

@@ -50,8 +50,9 @@ class Drain:
 
     def enter(self, watch: RequestWatch) -> None:
         """Count a request in, whether or not it will be refused."""
+        if not self._live:
+            self._empty.clear()
         self._live.add(watch)
-        self._empty.clear()
 
     def leave(self, watch: RequestWatch) -> None:
         """Count it out."""

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from taut_service.built import how_built
 from taut_service.http.client_rules import CLOSE_REASONS
-from taut_service.watch.tally import Tallies
+from taut_service.watch.tallies import Tallies
 
 STATUS_CLASSES = ("2xx", "3xx", "4xx", "5xx", "disconnect")
 RETRY_CAUSES = ("connect", "reset", "protocol", "timeout", "stale", "429", "502", "503")

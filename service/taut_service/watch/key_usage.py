@@ -7,57 +7,14 @@ keys that are used have their own, all further ones and callers without a key sh
 
 from __future__ import annotations
 
-import csv
-import io
 from datetime import UTC, datetime
-
-from pydantic import BaseModel
 
 from taut_service.config.settings import Settings
 from taut_service.http.sse import Usage
 from taut_service.watch.families import Families
+from taut_service.watch.usage_report import UsageReport, UsageRow
 
 OTHER = "other"
-_COLUMNS = (
-    "key",
-    "model",
-    "requests",
-    "requests_without_usage",
-    "prompt_tokens",
-    "completion_tokens",
-    "cost",
-)
-
-
-class UsageRow(BaseModel):
-    """One key at one model; ``key`` is null for callers without one.
-
-    ``cost`` is in the unit of the configured prices.
-    """
-
-    key: str | None
-    model: str
-    requests: int = 0
-    requests_without_usage: int = 0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cost: float = 0.0
-
-
-class UsageReport(BaseModel):
-    """Everything counted in this process since ``since``."""
-
-    since: datetime
-    usage: list[UsageRow]
-
-    def csv(self) -> str:
-        """Return the rows as CSV (RFC 4180), the names of the columns first."""
-        text = io.StringIO()
-        writer = csv.writer(text)
-        writer.writerow(_COLUMNS)
-        for row in self.usage:
-            writer.writerow([getattr(row, column) for column in _COLUMNS])
-        return text.getvalue()
 
 
 class _Counted:
@@ -86,7 +43,8 @@ class _Series:
 
     def __init__(self, families: Families, labels: tuple[str, str]) -> None:
         self.labels = labels
-        counter = families.tallies.counter
+        self._tallies = families.tallies.group()
+        counter = self._tallies.counter
         self.requests = counter(families.key_requests.labels(*labels))
         self.prompt_tokens = counter(families.key_prompt_tokens.labels(*labels))
         self.generated_tokens = counter(families.key_generated_tokens.labels(*labels))

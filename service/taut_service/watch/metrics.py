@@ -19,7 +19,8 @@ from taut_service.watch.families import STATUS_CLASSES, Families
 from taut_service.watch.gauges import Gauges, Source
 from taut_service.watch.latencies import Latencies
 from taut_service.watch.scrape import Scrape
-from taut_service.watch.tally import CounterTally, Tallies
+from taut_service.watch.tallies import TallyGroup
+from taut_service.watch.tally import CounterTally
 
 UNKNOWN_MODEL = "unknown"
 """Label of requests that name no configured model."""
@@ -34,7 +35,8 @@ class ModelMetrics:
     """
 
     def __init__(self, families: Families, model: str) -> None:
-        counter, histogram = families.tallies.counter, families.tallies.histogram
+        self._tallies = tallies = families.tallies.group()
+        counter, histogram = tallies.counter, tallies.histogram
         self.queue_wait = histogram(families.queue_wait.labels(model))
         self.prompt_tokens = counter(families.prompt_tokens.labels(model))
         self.generated_tokens = counter(families.generated_tokens.labels(model))
@@ -54,9 +56,10 @@ class RouteMetrics:
     """
 
     def __init__(self, families: Families, of_model: ModelMetrics, model: str, route: str) -> None:
-        counter, histogram = families.tallies.counter, families.tallies.histogram
+        self._tallies = tallies = families.tallies.group()
+        counter, histogram = tallies.counter, tallies.histogram
         self._model = of_model
-        self._requests = _by_status(families.tallies, families.requests, model, route)
+        self._requests = _by_status(tallies, families.requests, model, route)
         self._duration = histogram(families.duration.labels(model, route))
         self._first_token = histogram(families.first_token.labels(model, route))
         self._inter_token = histogram(families.inter_token.labels(model, route))
@@ -114,8 +117,9 @@ class VariantMetrics:
     """
 
     def __init__(self, families: Families, model: str, variant: str) -> None:
-        counter, histogram = families.tallies.counter, families.tallies.histogram
-        self._requests = _by_status(families.tallies, families.variant_requests, model, variant)
+        self._tallies = tallies = families.tallies.group()
+        counter, histogram = tallies.counter, tallies.histogram
+        self._requests = _by_status(tallies, families.variant_requests, model, variant)
         self._duration = histogram(families.variant_duration.labels(model, variant))
         self._first_token = histogram(families.variant_first_token.labels(model, variant))
         self._per_token = histogram(families.variant_per_token.labels(model, variant))
@@ -318,7 +322,7 @@ class Metrics:
         return await self._scrape.text()
 
 
-def _by_status(tallies: Tallies, family: Counter, *labels: str) -> dict[str, CounterTally]:
+def _by_status(tallies: TallyGroup, family: Counter, *labels: str) -> dict[str, CounterTally]:
     """Children of a family whose last label is the class of a status."""
     return {status: tallies.counter(family.labels(*labels, status)) for status in STATUS_CLASSES}
 

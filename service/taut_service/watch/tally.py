@@ -10,17 +10,11 @@ own parts are used, and whoever moves it runs ``tests/service/test_tally.py``.
 from __future__ import annotations
 
 from bisect import bisect_right
-from typing import Protocol
-from weakref import WeakSet
 
 from prometheus_client import Counter, Histogram
 
 MAX_PENDING = 512
 """Observations kept; bringing in that many takes a tenth of a millisecond."""
-
-
-class _Tally(Protocol):
-    def bring_in(self) -> None: ...
 
 
 class CounterTally:
@@ -30,7 +24,7 @@ class CounterTally:
         counter: the child.
     """
 
-    __slots__ = ("__weakref__", "_counter", "pending")
+    __slots__ = ("_counter", "pending")
 
     def __init__(self, counter: Counter) -> None:
         self._counter = counter
@@ -54,7 +48,7 @@ class HistogramTally:
         histogram: the child.
     """
 
-    __slots__ = ("__weakref__", "_histogram", "_pending")
+    __slots__ = ("_histogram", "_pending")
 
     def __init__(self, histogram: Histogram) -> None:
         self._histogram = histogram
@@ -81,27 +75,3 @@ class HistogramTally:
             if end > start:
                 bucket.inc(end - start)
                 start = end
-
-
-class Tallies:
-    """Makes tallies, and knows those that are in use. Belongs to one event loop."""
-
-    def __init__(self) -> None:
-        self._known: WeakSet[_Tally] = WeakSet()
-
-    def counter(self, child: Counter) -> CounterTally:
-        """Return what counts for a child of a counter."""
-        tally = CounterTally(child)
-        self._known.add(tally)
-        return tally
-
-    def histogram(self, child: Histogram) -> HistogramTally:
-        """Return what records for a child of a histogram."""
-        tally = HistogramTally(child)
-        self._known.add(tally)
-        return tally
-
-    def bring_in(self) -> None:
-        """Hand over everything; call before metrics are read."""
-        for tally in self._known:
-            tally.bring_in()

@@ -3,29 +3,21 @@
 Invariant: at most one exchange at a time; after ``abort`` or an error the connection is never
     used again. Reading stops (``pause_reading``) while more than ``HIGH_WATER`` bytes wait for
     the consumer, so that a slow client slows its worker down and costs the gateway a bounded
-    amount of memory. Framing is httptools' (llhttp) work, within the bounds of
-    :mod:`taut_service.http.framing`; what either refuses is a :class:`ProtocolError`.
+    amount of memory. The answer itself: :mod:`taut_service.worker.answer_reader`.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import cast
+from typing import Final, cast
 
 import httptools
 
 from taut_service.config.settings import Timeouts
-from taut_service.errors import Headers
-from taut_service.http.framing import (
-    BYTES_A_READ,
-    MAX_FIELDS,
-    MAX_HEAD_BYTES,
-    TOO_MANY_FIELDS,
-    Framing,
-)
-from taut_service.http.trailers import Trailers
+from taut_service.http.framing import BYTES_A_READ, MAX_HEAD_BYTES
 from taut_service.timer import Timer
+from taut_service.worker.answer_reader import AnswerReader
 from taut_service.worker.upstream_errors import (
     ConnectionLostError,
     ProtocolError,
@@ -33,13 +25,16 @@ from taut_service.worker.upstream_errors import (
     UpstreamError,
 )
 
-HIGH_WATER = 64 * 1024
+HIGH_WATER: Final = 64 * 1024
 """Bytes of body held for a slow consumer before reading stops."""
-NEVER = float("inf")
+NEVER: Final = float("inf")
 
 
-class Connection(asyncio.Protocol):
-    """An ``asyncio.Protocol``; made by :class:`taut_service.worker.upstream.UpstreamClient`.
+class Connection(AnswerReader):
+    """What asyncio calls a protocol; made by :class:`taut_service.worker.upstream.UpstreamClient`.
+
+    It does not inherit from ``asyncio.Protocol``: compiled, its fields would then be looked up by
+    their names.
 
     Args:
         on_closed: told when the connection ends, so that a pool can forget it.
@@ -48,14 +43,13 @@ class Connection(asyncio.Protocol):
     """
 
     __slots__ = (
-        "_buffered", "_busy", "_complete", "_deadline", "_error", "_event_deadline", "_fields",
-        "_first_byte_s", "_first_token_s", "_framing", "_gap_s", "_head_done", "_idle_s",
-        "_keep_alive", "_look_s", "_loop", "_on_closed", "_parser", "_paused", "_pieces",
-        "_sent_at", "_take", "_timer", "_trailers", "_transport", "_until_close", "_waiter",
-        "got_bytes", "headers", "received", "status",
+        "_busy", "_deadline", "_error", "_event_deadline", "_first_byte_s", "_first_token_s",
+        "_gap_s", "_idle_s", "_look_s", "_loop", "_on_closed", "_paused", "_sent_at", "_take",
+        "_timer", "_transport", "_waiter",
     )  # fmt: skip
 
     def __init__(self, on_closed: Callable[[Connection], None], timeouts: Timeouts) -> None:
+        super().__init__()
         self._loop = asyncio.get_running_loop()
         self._on_closed = on_closed
         self._first_byte_s = timeouts.first_byte_s
@@ -64,41 +58,29 @@ class Connection(asyncio.Protocol):
         self._gap_s = timeouts.gap_s or NEVER
         self._look_s = min(self._first_byte_s, self._idle_s, self._first_token_s, self._gap_s)
         self._transport: asyncio.Transport | None = None
-        self._framing = Framing()
-        self._trailers = Trailers()
-        self._parser = httptools.HttpResponseParser(self)
         self._timer = Timer()
         self._waiter: asyncio.Future[None] | None = None
         self._take: Callable[[bytes], bool] | None = None
         self._busy = False
-        self._keep_alive = False
         self._paused = False
+        self._sent_at = 0.0
         self._reset()
 
     def _reset(self) -> None:
-        self.status = 0
-        self.headers: Headers = []
-        self._fields = self.headers
-        self.got_bytes = False
-        self.received = 0
-        self._head_done = False
-        self._complete = False
-        self._until_close = False
+        self._forget_answer()
         self._error: UpstreamError | None = None
-        self._pieces: list[bytes] = []
-        self._buffered = 0
         self._deadline = 0.0
         self._event_deadline = NEVER
 
-    async def exchange(self, head: bytes, body: bytes) -> None:
-        """Send a request and wait for the head of its answer, then in ``status`` and ``headers``.
+    def send(self, head: bytes, body: bytes) -> None:
+        """Send a request; :meth:`answered` waits for the head of its answer.
 
         Args:
             head: request line and headers, with the empty line.
             body: the body whose length the head gives.
 
         Raises:
-            UpstreamError: see the subclasses; the connection is then unusable.
+            ConnectionLostError: it was closed before.
         """
         if self._transport is None:
             raise ConnectionLostError("closed before the request")
@@ -114,10 +96,31 @@ class Connection(asyncio.Protocol):
         else:
             self._transport.write(head)
             self._transport.write(body)
+
+    async def exchange(self, head: bytes, body: bytes) -> None:
+        """Do :meth:`send` and :meth:`answered`."""
+        self.send(head, body)
+        await self.answered()
+
+    async def answered(self) -> None:
+        """Wait for the head of the answer, then in ``status`` and ``headers``.
+
+        Raises:
+            UpstreamError: see the subclasses; the connection is then unusable.
+        """
         while not self._head_done:
             if self._error is not None:
                 raise self._error
-            await self._wait()
+            # As in _wait, which would be one more coroutine for every request.
+            self._waiter = waiter = self._loop.create_future()
+            try:
+                await waiter
+            finally:
+                self._waiter = None
+
+    def take_whole(self) -> bytes | None:
+        """Return the body if all of it has arrived, else None: it must be read."""
+        return self._take_pieces() if self._complete and not self._paused else None
 
     async def read(self) -> bytes:
         """Return everything of the body that has arrived since, ``b""`` at its end.
@@ -131,15 +134,14 @@ class Connection(asyncio.Protocol):
             if self._error is not None:
                 raise self._error
             await self._wait()
-        pieces, self._pieces = self._pieces, []
-        self._buffered = 0
+        data = self._take_pieces()
         if self._paused and self._transport is not None:
             self._paused = False
             now = self._loop.time()
             self._deadline = now + self._idle_s
             self._event_deadline = max(self._event_deadline, now + self._gap_s)
             self._transport.resume_reading()
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        return data
 
     async def flow_into(self, take: Callable[[bytes], bool]) -> None:
         """Hand what arrives to a function as it arrives; return when that is over.
@@ -262,11 +264,8 @@ class Connection(asyncio.Protocol):
             self._wake()
 
     def _hand_over(self, take: Callable[[bytes], bool]) -> None:
-        pieces = self._pieces
-        if pieces:
-            self._pieces, self._buffered = [], 0
-            if not take(pieces[0] if len(pieces) == 1 else b"".join(pieces)):
-                self._take = None
+        if self._pieces and not take(self._take_pieces()):
+            self._take = None
 
     def _within_bounds(self, body: int, pieces: int) -> bool:
         """Judge a read with little or no body in it; fail and return False where it is too much."""
@@ -296,49 +295,12 @@ class Connection(asyncio.Protocol):
             else:
                 self._fail(ConnectionLostError("closed by the worker"))
 
-    def on_message_begin(self) -> None:
-        """Refuse a second answer to one request."""
-        if self._complete:
-            raise ProtocolError("more than one response")
-        framing = self._framing
-        framing.open = framing.in_head = True
-        framing.dry = framing.outside = framing.body = framing.pieces = 0
+    def eof_received(self) -> bool:
+        """Close: a worker that sends no more has nothing to be asked."""
+        return False
 
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """Collect a header, its name in lower case; drop a trailer."""
-        self._fields.append((name.lower(), value))
+    def pause_writing(self) -> None:
+        """Go on: what is written is one request, and its body is held anyway."""
 
-    def on_headers_complete(self) -> None:
-        """Take the status; forget an interim (1xx) head."""
-        framing = self._framing
-        if framing.outside or not 0 < framing.size <= MAX_HEAD_BYTES:
-            problem = framing.head_problem(self.headers)
-            if problem is not None:
-                raise ProtocolError(problem)
-        elif len(self.headers) > MAX_FIELDS:
-            raise ProtocolError(TOO_MANY_FIELDS)
-        framing.in_head = False
-        framing.size = 0
-        self.status = self._parser.get_status_code()
-        if self.status < 200:
-            self.headers.clear()
-            return
-        self._head_done = True
-        self._fields, self._trailers.seen = self._trailers, 0
-        names = {name for name, _ in self.headers}
-        framed = b"content-length" in names or b"transfer-encoding" in names
-        self._until_close = not framed and self.status not in (204, 304)
-
-    def on_body(self, piece: bytes) -> None:
-        """Hold a piece for the consumer."""
-        self._pieces.append(piece)
-        self._buffered += len(piece)
-
-    def on_message_complete(self) -> None:
-        """Note the end and whether the connection stays."""
-        framing = self._framing
-        framing.open = framing.in_head = False
-        framing.size = 0
-        if self._head_done:
-            self._complete = True
-            self._keep_alive = bool(self._parser.should_keep_alive())
+    def resume_writing(self) -> None:
+        """Go on."""

@@ -35,7 +35,7 @@ class Outgoing:
     )
 
     def __init__(self, path: bytes, headers: RequestHeaders, facts: Facts) -> None:
-        self.tokens = sum(facts.cost)
+        self.tokens = facts.cost.prompt + facts.cost.completion
         self._path = path
         self._headers = headers
         self._body = facts.body

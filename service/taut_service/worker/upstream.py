@@ -14,6 +14,7 @@ import errno
 import os
 import socket
 from collections.abc import AsyncIterator, Callable
+from typing import Any, cast
 
 from taut_service.config.settings import Timeouts
 from taut_service.worker.connection import Connection
@@ -91,18 +92,37 @@ class UpstreamClient:
         Raises:
             UpstreamError: connecting failed, or the answer did not begin.
         """
-        while self._idle:
-            pooled, _ = self._idle.popitem()
-            if not pooled.alive:
-                continue
+        pooled = self._pooled()
+        if pooled is not None:
             try:
-                return await self._exchange(pooled, head, body)
+                pooled.send(head, body)
+                await pooled.answered()
             except ConnectionLostError:
+                pooled.abort()
                 if pooled.got_bytes:
                     raise
                 self._on_stale()
-                break
-        return await self._exchange(await self._connect(), head, body)
+            except BaseException:
+                # Cancellation included: an abandoned request must not go on running in the worker.
+                pooled.abort()
+                raise
+            else:
+                return pooled
+        connection = await self._connect()
+        try:
+            await connection.exchange(head, body)
+        except BaseException:
+            connection.abort()
+            raise
+        return connection
+
+    def _pooled(self) -> Connection | None:
+        """Take a connection that is open as far as this side knows; None where there is none."""
+        while self._idle:
+            connection, _ = self._idle.popitem()
+            if connection.alive:
+                return connection
+        return None
 
     async def ask(
         self,
@@ -190,27 +210,21 @@ class UpstreamClient:
             connection, _ = self._idle.popitem()
             connection.abort()
 
-    async def _exchange(self, connection: Connection, head: bytes, body: bytes) -> Connection:
-        try:
-            await connection.exchange(head, body)
-        except BaseException:
-            # Cancellation included: an abandoned request must not go on running in the worker.
-            connection.abort()
-            raise
-        return connection
-
     async def _connect(self) -> Connection:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._timeouts.connect_s):
-                _, connection = await loop.create_connection(self._new, self._host, self._port)
+                # A cast, since a connection does not inherit from asyncio's class.
+                new = cast("Callable[[], Any]", self._new)
+                _, connection = await loop.create_connection(new, self._host, self._port)
         except TimeoutError as error:
             raise ConnectError(f"no connection within {self._timeouts.connect_s:g} s") from error
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 raise NoDescriptorError(_reason(error)) from error
             raise ConnectError(_reason(error)) from error
-        return connection
+        made: Connection = connection
+        return made
 
     def _new(self) -> Connection:
         return Connection(self._forget, self._timeouts)

@@ -8,10 +8,10 @@ used. A charge may leave the token bucket below zero, by one minute's worth at m
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
-MINUTE_S = 60.0
-SLACK = 1e-6
+MINUTE_S: Final = 60.0
+SLACK: Final = 1e-6
 """What may be missing from a bucket: rounding must not refuse who waited as long as it was told."""
 
 

@@ -10,14 +10,14 @@ in vLLM 0.32: ``entrypoints/openai/{completion,chat_completion,responses}/protoc
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from taut_service.admit.lax import as_int
 from taut_service.admit.limits.texts import text_bytes
 
-BYTES_PER_TOKEN = 4
+BYTES_PER_TOKEN: Final = 4
 """English text under the byte-pair vocabularies in use; code and other scripts need more tokens."""
-COMPLETIONS_DEFAULT = 16
+COMPLETIONS_DEFAULT: Final = 16
 """``max_tokens`` of ``/v1/completions`` that is not given (OpenAI API reference; so does vLLM)."""
 _BOUNDS: Mapping[str, tuple[str, ...]] = {
     "completions": ("max_tokens",),

@@ -8,17 +8,19 @@ reference, "Rate limits").
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 from taut_service.admit.limits.bucket import MINUTE_S, LimitStore, RateLimit, Standing, wait_s
 from taut_service.admit.limits.estimate import Estimate
+from taut_service.admit.limits.memory import MemoryLimitStore
 from taut_service.errors import Headers, RateLimitedError, RequestError
 
-_REQUESTS = (
+_REQUESTS: Final = (
     b"x-ratelimit-limit-requests",
     b"x-ratelimit-remaining-requests",
     b"x-ratelimit-reset-requests",
 )
-_TOKENS = (
+_TOKENS: Final = (
     b"x-ratelimit-limit-tokens",
     b"x-ratelimit-remaining-tokens",
     b"x-ratelimit-reset-tokens",
@@ -51,7 +53,7 @@ class Reservation:
         self._limit = limit
         self._settled = standing is None
         self.prompt = estimate.prompt
-        self.tokens = sum(estimate)
+        self.tokens = estimate.prompt + estimate.completion
         self.standing = standing
 
     def headers(self) -> Headers:
@@ -89,7 +91,16 @@ class RateLimiter:
 
     def __init__(self, store: LimitStore, count: Callable[[str], None]) -> None:
         self.store = store
+        self._memory = store if isinstance(store, MemoryLimitStore) else None
         self._count = count
+
+    def reserve_now(self, name: str, limit: RateLimit, estimate: Estimate) -> Reservation | None:
+        """Do :meth:`reserve` where nothing has to be waited for; None where the store must be."""
+        memory = self._memory
+        if memory is None:
+            return None
+        tokens = self._checked(limit, estimate)
+        return self._reserved(name, limit, estimate, memory.take_now(name, limit, tokens))
 
     async def reserve(self, name: str, limit: RateLimit, estimate: Estimate) -> Reservation:
         """Take one request and its tokens from a caller's buckets.
@@ -107,7 +118,12 @@ class RateLimiter:
             RequestError: there never will be: the request is larger than a minute's worth.
             UnavailableError: the store cannot be asked and lets nobody pass.
         """
-        tokens = sum(estimate)
+        tokens = self._checked(limit, estimate)
+        return self._reserved(name, limit, estimate, await self.store.take(name, limit, tokens))
+
+    def _checked(self, limit: RateLimit, estimate: Estimate) -> int:
+        """Return the tokens of a request that may be granted some time."""
+        tokens = estimate.prompt + estimate.completion
         size = limit.tokens_per_minute
         if size is not None and tokens > size:
             self._count("tokens")
@@ -117,9 +133,13 @@ class RateLimiter:
                 param="max_tokens",
                 code="request_exceeds_rate_limit",
             )
-        standing = await self.store.take(name, limit, tokens)
+        return tokens
+
+    def _reserved(
+        self, name: str, limit: RateLimit, estimate: Estimate, standing: Standing | None
+    ) -> Reservation:
         if standing is not None and not standing.granted:
-            raise self._refusal(limit, standing, tokens)
+            raise self._refusal(limit, standing, estimate.prompt + estimate.completion)
         return Reservation(self.store, name, limit, estimate, standing)
 
     def _refusal(self, limit: RateLimit, standing: Standing, tokens: int) -> RateLimitedError:

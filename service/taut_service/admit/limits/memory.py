@@ -50,6 +50,10 @@ class MemoryLimitStore:
 
     async def take(self, name: str, limit: RateLimit, tokens: int) -> Standing:
         """Take from a caller's buckets, as :class:`.bucket.LimitStore` says."""
+        return self.take_now(name, limit, tokens)
+
+    def take_now(self, name: str, limit: RateLimit, tokens: int) -> Standing:
+        """Do that without a coroutine: nothing is waited for."""
         buckets = self._filled(name, limit)
         enough_requests = limit.requests_per_minute is None or buckets.requests >= 1 - SLACK
         enough_tokens = limit.tokens_per_minute is None or buckets.tokens >= tokens - SLACK

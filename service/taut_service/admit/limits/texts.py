@@ -7,15 +7,15 @@ less: their tokens follow from what is shown, not from its encoding.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
-SCALAR_BYTES = 4
+SCALAR_BYTES: Final = 4
 """What a number, a null or an opening bracket counts within a field: about one token."""
 MEDIA_SHARE = 128
 """A byte of text counts as much as so many of an encoded picture: 512 bytes a token."""
-MEDIA_BYTES = 4096
+MEDIA_BYTES: Final = 4096
 """What is encoded in less than that counts as text."""
-_SAMPLING = frozenset(
+_SAMPLING: Final = frozenset(
     {
         "allowed_token_ids",
         "include",
@@ -27,7 +27,7 @@ _SAMPLING = frozenset(
     }
 )
 """Fields no template shows: only their strings count, not their numbers and names."""
-_PROMPTS = frozenset({"prompt", "input", "tokens"})
+_PROMPTS: Final = frozenset({"prompt", "input", "tokens"})
 _MEDIA_FIELDS = ("image_url", "input_audio", "audio_url", "video_url", "source", "file")
 _MAX_PARTS_DEPTH = 3
 
@@ -87,7 +87,8 @@ def _encoded(text: str) -> int:
 def _nested(value: Any) -> int:
     """Return the bytes of strings, names and, as ``SCALAR_BYTES``, everything else."""
     total = 0
-    waiting = [[value]]
+    # Lists and what a dictionary has in their place.
+    waiting: list[Any] = [[value]]
     while waiting:
         value = waiting.pop()
         if type(value) is dict:
