@@ -59,13 +59,16 @@ class Expiry:
             if at > now:
                 break
             due.append(number)
-        for number in due:
-            # One of them may take another one back.
-            found = self._waiting.pop(number, None)
-            if found is not None:
-                found[1]()
-        # Until here the old timer stands: whoever starts to wait meanwhile makes none.
-        self._handle = None
-        for at, _ in self._waiting.values():
-            self._handle = loop.call_later(at - now, self._look)
-            break
+        try:
+            for number in due:
+                # One of them may take another one back.
+                found = self._waiting.pop(number, None)
+                if found is not None:
+                    found[1]()
+        finally:
+            # Until here the old timer stands: whoever starts to wait meanwhile makes none. A call
+            # that raises keeps no other one waiting: what is left is due at once.
+            self._handle = None
+            for at, _ in self._waiting.values():
+                self._handle = loop.call_later(at - now, self._look)
+                break
