@@ -32,6 +32,8 @@ WIDTH, INNER, HEAD = 2048, 5632, 128
 BLOCK_BYTES = 2 * (4 * WIDTH**2 + 3 * WIDTH * INNER)
 """Of a block's linear layers in bf16: 103 MB."""
 _WORDS = 64
+_SPECIAL = ("<s>", "<unk>")
+_PLAIN = range(len(_SPECIAL), _WORDS)
 
 
 def write_checkpoint(path: Path, blocks: int) -> int:
@@ -98,10 +100,11 @@ def _random(rows: int, columns: int) -> torch.Tensor:
 
 
 def _write_tokenizer(path: Path) -> None:
-    words = {"<s>": 0, "<unk>": 1, **{f"w{i}": i for i in range(2, _WORDS)}}
-    core = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    words = {**{word: i for i, word in enumerate(_SPECIAL)}, **{f"w{i}": i for i in _PLAIN}}
+    first, unknown = _SPECIAL
+    core = Tokenizer(models.WordLevel(words, unk_token=unknown))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", unk_token="<unk>")
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=core, bos_token=first, unk_token=unknown)
     wrapped.save_pretrained(path)
 
 
@@ -114,10 +117,10 @@ def write_recipe(path: Path, stage: dict[str, Any], sequences: int, length: int)
         sequences: of the calibration.
         length: of each, tokens.
     """
-    words = torch.randint(2, _WORDS, (2 * sequences * length,)).tolist()
+    words = torch.randint(_PLAIN.start, _PLAIN.stop, (2 * sequences * length,)).tolist()
     text = path.with_suffix(".txt")
     text.write_text("\n".join(f"w{word}" for word in words))
-    calibration = {"source": "file", "path": str(text)}
+    calibration: dict[str, Any] = {"source": "file", "path": str(text)}
     calibration |= {"sequences": sequences, "sequence_length": length}
     stages = [{"method": "quantize", **stage}]
     path.write_text(
@@ -197,9 +200,10 @@ def main(arguments: Iterable[str] | None = None) -> int:
         found = compress_within(folder / "model", recipe, folder / "out", limit)
         shutil.rmtree(folder / "model")
     sys.stdout.write(
-        f"{asked.scheme}, {asked.algorithm}: {size / 1e9:.2f} GB in {limit / 1e6:.0f} MB of private "
-        f"memory: exit status {found.status}, {found.resident_bytes / 1e6:.0f} MB in memory at most "
-        f"with pages of files, {found.cpu_s:.0f} CPU-s, {found.wall_s:.0f} s\n{found.said}"
+        f"{asked.scheme}, {asked.algorithm}: {size / 1e9:.2f} GB in {limit / 1e6:.0f} MB of "
+        f"private memory: exit status {found.status}, {found.resident_bytes / 1e6:.0f} MB in "
+        f"memory at most with pages of files, {found.cpu_s:.0f} CPU-s, {found.wall_s:.0f} s\n"
+        f"{found.said}"
     )
     return found.status
 
