@@ -21,7 +21,7 @@ def large(tmp_path_factory):
     folder = tmp_path_factory.mktemp("large")
     try:
         assert write_checkpoint(folder / "model", BLOCKS) > 3e9
-        write_recipe(folder / "r.yaml", {"scheme": "FP8", "algorithm": "rtn"}, 16, 128)
+        write_recipe(folder / "r.yaml", {"scheme": "FP8", "algorithm": "rtn"}, 8, 64)
         yield folder
     finally:
         shutil.rmtree(folder)
