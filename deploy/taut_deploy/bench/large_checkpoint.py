@@ -10,7 +10,6 @@ heap, whose holes would count although their pages were given back.
 """
 
 import argparse
-import json
 import os
 import resource
 import shutil
@@ -28,6 +27,8 @@ import yaml
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+from taut_deploy.files import write_json_atomically
 
 WIDTH, INNER, HEAD = 2048, 5632, 128
 BLOCK_BYTES = 2 * (4 * WIDTH**2 + 3 * WIDTH * INNER)
@@ -74,8 +75,8 @@ def write_checkpoint(path: Path, blocks: int) -> int:
         save_file(tensors, shard, metadata={"format": "pt"})
         index |= dict.fromkeys(tensors, shard.name)
         total += sum(one.nbytes for one in tensors.values())
-    text = json.dumps({"metadata": {"total_size": total}, "weight_map": index})
-    (path / "model.safetensors.index.json").write_text(text)
+    told = {"metadata": {"total_size": total}, "weight_map": index}
+    write_json_atomically(path / "model.safetensors.index.json", told)
     return total
 
 
