@@ -110,25 +110,28 @@ def main(arguments: list[str] | None = None) -> int:
         return _failed(_usage_message(error), given)
     except TautError as error:
         return _failed(str(error), given)
-    except (MemoryError, RuntimeError) as error:
-        place = where_memory_is_over(error)
-        if place is None:
+    except (MemoryError, RuntimeError, OSError) as error:
+        if (message := _of_the_machine(error)) is None:
             raise
-        return _failed(describe(error, place), given)
-    except OSError as error:
-        if error.errno in _DISK_FULL:
-            place = str(error.filename)[:200] if error.filename else "this machine"
-            return _failed(
-                f"{place}: the disk is full; free some space and run the command again", given
-            )
-        if error.errno not in _OF_THE_PLACE or error.filename is None:
-            raise
-        return _failed(
-            f"{str(error.filename)[:200]}: {error.strerror}; choose another place", given
-        )
+        return _failed(message, given)
     if code == EXIT_INTERRUPTED:
         sys.stderr.write("taut: interrupted; run the same command again to go on\n")
     return int(code)
+
+
+def _of_the_machine(error: Exception) -> str | None:
+    """What an error says of memory, disk or a place that the user named; None of anything else."""
+    if (place := where_memory_is_over(error)) is not None:
+        return describe(error, place)
+    if not isinstance(error, OSError):
+        return None
+    named = str(error.filename)[:200] if error.filename else None
+    if error.errno in _DISK_FULL:
+        place = named or "this machine"
+        return f"{place}: the disk is full; free some space and run the command again"
+    if error.errno in _OF_THE_PLACE and named is not None:
+        return f"{named}: {error.strerror}; choose another place"
+    return None
 
 
 def _failed(message: str, given: list[str]) -> int:

@@ -1,12 +1,14 @@
 """What libraries raise when memory is over, told apart from other faults.
 
-torch raises ``OutOfMemoryError`` for a card and a plain ``RuntimeError`` of its allocator for the
-host; both would pass for a fault of the model where such errors are caught.
+torch raises ``OutOfMemoryError`` for a card and a plain ``RuntimeError`` for the host, of its
+allocator or of a file that it maps; both would pass for a fault of the model where such errors are
+caught.
 """
 
+import errno
 import re
 
-_HOST = "can't allocate memory"
+_HOST = re.compile(r"can(?:'|no)t allocate memory", re.IGNORECASE)
 _CARD = "OutOfMemoryError"
 _ASKED = re.compile(r"tried to allocate ([0-9.]+ \w+)", re.IGNORECASE)
 
@@ -23,9 +25,13 @@ def where_memory_is_over(error: BaseException) -> str | None:
     # By name: the command line does not import torch.
     if any(kind.__name__ == _CARD for kind in type(error).__mro__):
         return "the card"
-    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _HOST in str(error)):
-        return "this machine"
-    return None
+    if isinstance(error, RuntimeError):
+        over = _HOST.search(str(error)) is not None
+    else:
+        over = isinstance(error, MemoryError) or (
+            isinstance(error, OSError) and error.errno == errno.ENOMEM
+        )
+    return "this machine" if over else None
 
 
 def let_pass(error: BaseException) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+
 import pytest
 import torch
 from tiny_models import job_for, recipe_data, write_calibration_text, write_llama
@@ -23,12 +26,24 @@ def of_the_host() -> RuntimeError:
     return found.value
 
 
+def of_a_mapped_file() -> RuntimeError:
+    """What torch says where a shard cannot be mapped."""
+    said = "unable to mmap 103034600 bytes from file </m/model.safetensors>: Cannot allocate memory"
+    return RuntimeError(f"{said} (12)")
+
+
+def of_the_system() -> OSError:
+    return OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+
 def of_a_card() -> RuntimeError:
     said = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79 GiB"
     return torch.cuda.OutOfMemoryError(said)
 
 
-ERRORS = pytest.mark.parametrize("error", [of_the_host(), of_a_card(), MemoryError()])
+ERRORS = pytest.mark.parametrize(
+    "error", [of_the_host(), of_a_mapped_file(), of_a_card(), MemoryError()]
+)
 
 
 @pytest.mark.parametrize(
@@ -36,6 +51,9 @@ ERRORS = pytest.mark.parametrize("error", [of_the_host(), of_a_card(), MemoryErr
     [
         (of_the_host(), "this machine"),
         (MemoryError(), "this machine"),
+        (of_a_mapped_file(), "this machine"),
+        (of_the_system(), "this machine"),
+        (OSError(errno.ENOSPC, "no space"), None),
         (of_a_card(), "the card"),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), None),
         (ModelError("can't allocate memory"), None),
@@ -84,6 +102,8 @@ def test_a_load_out_of_memory_is_no_fault_of_the_files(error, tmp_path, monkeypa
         (of_the_host(), "the memory of this machine is used up (4503599627370496 bytes more were"),
         (of_a_card(), "the memory of the card is used up (20.00 MiB more were asked for); close"),
         (MemoryError(), "the memory of this machine is used up; close what else uses it"),
+        (of_a_mapped_file(), "the memory of this machine is used up; close what else uses it"),
+        (of_the_system(), "the memory of this machine is used up; close what else uses it"),
     ],
 )
 def test_the_command_line_says_whose_memory_in_one_line(error, line, monkeypatch, capsys):

@@ -5,11 +5,11 @@ random blocks into ``DIR``, has ``taut compress`` make a checkpoint of it in a p
 only so much, prints what that took, and removes both.
 
 The bound is ``RLIMIT_DATA``, which needs no rights: private memory that may be written, from the
-moment it is reserved. Pages of files, which the system takes back when it wants to, are not in it.
+moment it is reserved, files mapped so included. glibc is told to map what is large apart from its
+heap, whose holes would count although their pages were given back.
 """
 
 import argparse
-import json
 import os
 import resource
 import shutil
@@ -28,10 +28,15 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
+from taut_deploy.files import write_json_atomically
+
 WIDTH, INNER, HEAD = 2048, 5632, 128
 BLOCK_BYTES = 2 * (4 * WIDTH**2 + 3 * WIDTH * INNER)
 """Of a block's linear layers in bf16: 103 MB."""
+_APART = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 _WORDS = 64
+_SPECIAL = ("<s>", "<unk>")
+_PLAIN = range(len(_SPECIAL), _WORDS)
 
 
 def write_checkpoint(path: Path, blocks: int) -> int:
@@ -70,8 +75,8 @@ def write_checkpoint(path: Path, blocks: int) -> int:
         save_file(tensors, shard, metadata={"format": "pt"})
         index |= dict.fromkeys(tensors, shard.name)
         total += sum(one.nbytes for one in tensors.values())
-    text = json.dumps({"metadata": {"total_size": total}, "weight_map": index})
-    (path / "model.safetensors.index.json").write_text(text)
+    told = {"metadata": {"total_size": total}, "weight_map": index}
+    write_json_atomically(path / "model.safetensors.index.json", told)
     return total
 
 
@@ -98,10 +103,11 @@ def _random(rows: int, columns: int) -> torch.Tensor:
 
 
 def _write_tokenizer(path: Path) -> None:
-    words = {"<s>": 0, "<unk>": 1, **{f"w{i}": i for i in range(2, _WORDS)}}
-    core = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    words = {**{word: i for i, word in enumerate(_SPECIAL)}, **{f"w{i}": i for i in _PLAIN}}
+    first, unknown = _SPECIAL
+    core = Tokenizer(models.WordLevel(words, unk_token=unknown))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", unk_token="<unk>")
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=core, bos_token=first, unk_token=unknown)
     wrapped.save_pretrained(path)
 
 
@@ -114,10 +120,10 @@ def write_recipe(path: Path, stage: dict[str, Any], sequences: int, length: int)
         sequences: of the calibration.
         length: of each, tokens.
     """
-    words = torch.randint(2, _WORDS, (2 * sequences * length,)).tolist()
+    words = torch.randint(_PLAIN.start, _PLAIN.stop, (2 * sequences * length,)).tolist()
     text = path.with_suffix(".txt")
     text.write_text("\n".join(f"w{word}" for word in words))
-    calibration = {"source": "file", "path": str(text)}
+    calibration: dict[str, Any] = {"source": "file", "path": str(text)}
     calibration |= {"sequences": sequences, "sequence_length": length}
     stages = [{"method": "quantize", **stage}]
     path.write_text(
@@ -154,7 +160,10 @@ def run_within(command: Iterable[str], limit_bytes: int) -> Outcome:
     """
     started = time.monotonic()
     with tempfile.TemporaryFile("w+") as said:
-        process = subprocess.Popen([*command], stdout=subprocess.DEVNULL, stderr=said)
+        environment = {**os.environ, **_APART}
+        process = subprocess.Popen(
+            [*command], stdout=subprocess.DEVNULL, stderr=said, env=environment
+        )
         # A Python has barely begun by then, and its children inherit the bound.
         resource.prlimit(process.pid, resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
         _, status, usage = os.wait4(process.pid, 0)
@@ -197,9 +206,10 @@ def main(arguments: Iterable[str] | None = None) -> int:
         found = compress_within(folder / "model", recipe, folder / "out", limit)
         shutil.rmtree(folder / "model")
     sys.stdout.write(
-        f"{asked.scheme}, {asked.algorithm}: {size / 1e9:.2f} GB in {limit / 1e6:.0f} MB of private "
-        f"memory: exit status {found.status}, {found.resident_bytes / 1e6:.0f} MB in memory at most "
-        f"with pages of files, {found.cpu_s:.0f} CPU-s, {found.wall_s:.0f} s\n{found.said}"
+        f"{asked.scheme}, {asked.algorithm}: {size / 1e9:.2f} GB in {limit / 1e6:.0f} MB of "
+        f"private memory: exit status {found.status}, {found.resident_bytes / 1e6:.0f} MB in "
+        f"memory at most with pages of files, {found.cpu_s:.0f} CPU-s, {found.wall_s:.0f} s\n"
+        f"{found.said}"
     )
     return found.status
 
@@ -212,7 +222,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--scheme", default="FP8")
     parser.add_argument("--algorithm", default="rtn")
     parser.add_argument("--group-size", type=int)
-    parser.add_argument("--sequences", type=int, default=16)
+    parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--sequence-length", type=int, default=128)
     return parser
 

@@ -12,6 +12,7 @@ from taut_deploy.compress.calibrate.observe import InputGroup, observe_block, un
 from taut_deploy.compress.formats.protocol import DenseLayer, StoredLayer
 from taut_deploy.compress.free_memory import return_freed_memory
 from taut_deploy.compress.layers_at_once import solve_layers
+from taut_deploy.compress.quantize.scales import row_slices
 from taut_deploy.compress.replicas import Replica, over_replicas, replicas_of
 from taut_deploy.compress.resolve import Treatment
 from taut_deploy.compress.source.calls import call_block
@@ -183,6 +184,7 @@ def _keep_pruned(layers: Mapping[str, LayerState], dtype: torch.dtype) -> None:
         if layer.mask is not None and layer.stored is None:
             # Not through store(): what was done is told already.
             layer.stored = DenseLayer(layer.module.weight.data.to(dtype))
+            layer.module.weight.data = layer.stored.dequantize()
 
 
 def _report(layer: LayerState, dtype: torch.dtype) -> LayerReport:
@@ -199,24 +201,28 @@ def _report(layer: LayerState, dtype: torch.dtype) -> LayerReport:
         True if kept is None else kept.symmetric,
         1.0 if layer.mask is None else round(float(layer.mask.float().mean()), 6),
         layer.rank,
-        _relative_error(layer.reference, layer.stored, layer),
+        _relative_error(layer.reference, layer),
         layer.group.tokens,
         layer.group.routed,
     )
 
 
-def _relative_error(reference: torch.Tensor, stored: StoredLayer, layer: LayerState) -> float:
+def _relative_error(reference: torch.Tensor, layer: LayerState) -> float:
     """Squared error of the layer's output over its square, on the sampled input rows.
 
     Of the weight itself where no input was seen: as if inputs were all alike.
     """
-    sample = layer.group.sample
+    sample, stored = layer.group.sample, layer.stored_weight()
     if not len(sample):
-        wrong = (stored.dequantize() - reference.float()).square().sum()
-        return float(wrong / reference.float().square().sum().clamp(min=1e-20))
+        wrong = square = 0.0
+        for rows in row_slices(reference):
+            exact = reference[rows].float()
+            wrong += float((stored[rows] - exact).square_().sum())
+            square += float(exact.square().sum())
+        return wrong / max(square, 1e-20)
     with single_thread(2 * len(sample) * reference.numel()):
         exact = sample @ reference.float().T
-        got = sample @ stored.dequantize().T
+        got = sample @ stored.T
         return float((got - exact).square().sum() / exact.square().sum().clamp(min=1e-20))
 
 

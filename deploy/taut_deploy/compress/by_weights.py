@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 from taut_deploy.compress.block import compress_block, run_prompts
 from taut_deploy.compress.child_process import context_for, end_with_parent
@@ -197,8 +198,14 @@ def _run_stored(
     """What leaves the last block for each prompt [1, T, H], the blocks as they are stored."""
     hidden = list(probes)
     for block in stream.blocks:
-        stream.load(block.module, block.name)
-        _put_stored(stream, block, treatments, directory)
+        formats = {
+            inner: one
+            for inner, _ in linear_layers(block.module)
+            if isinstance(one := treatments[f"{block.name}.{inner}"].format, WeightFormat)
+        }
+        # What is put in their place would be read for nothing.
+        stream.load(block.module, block.name, {f"{inner}.weight" for inner in formats})
+        _put_stored(stream, block, formats, directory)
         hidden = run_prompts(block.module, hidden, [calls[block.index] for calls in arguments])
         stream.release(block.module)
     return hidden
@@ -207,22 +214,20 @@ def _run_stored(
 def _put_stored(
     stream: StreamedModel,
     block: DecoderBlock,
-    treatments: Mapping[str, Treatment],
+    formats: Mapping[str, WeightFormat],
     directory: Path,
 ) -> None:
-    """Let a loaded block compute with the layers of its shard."""
+    """Let a loaded block compute with the layers of its shard, by their names in the block."""
     tensors = load_file(directory / shard_name(block.index, len(stream.blocks)))
-    for inner, layer in linear_layers(block.module):
-        name = f"{block.name}.{inner}"
-        layer_format = treatments[name].format
-        if not isinstance(layer_format, WeightFormat):
-            continue
-        prefix = f"{stream.stored_layer(name)}."
+    for inner, layer_format in formats.items():
+        layer = block.module.get_submodule(inner)
+        prefix = f"{stream.stored_layer(f'{block.name}.{inner}')}."
         mine = {
             key.removeprefix(prefix): value
             for key, value in tensors.items()
             if key.startswith(prefix)
         }
         stored = StoredCodes(layer_format, layer_format.unpack(mine), None)
-        layer.weight.data = stored.dequantize().to(layer.weight.dtype)
+        weight = stored.dequantize().to(stream.dtype)
+        layer.weight = nn.Parameter(weight, requires_grad=False)
         round_inputs(layer, stored.round_input)

@@ -1,13 +1,18 @@
 """An architecture without its weights, to be filled by whoever has them."""
 
 import copy
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from taut_deploy.errors import ModelError
 from taut_deploy.models.pretrained import declared_class, generating_class, reason_of
+
+_LARGE = 1 << 18
+"""Numbers of a tensor that no buffer has."""
 
 
 def empty_model(config: Any, dtype: torch.dtype, *, trust_remote_code: bool = False) -> Any:
@@ -71,10 +76,33 @@ def _builder(config: Any, *, trust_remote_code: bool) -> tuple[Any, dict[str, An
     return built_by.from_config, {"trust_remote_code": trust_remote_code}
 
 
+class _LargeOnMeta(TorchFunctionMode):
+    """Makes large empty tensors without memory.
+
+    accelerate has each weight made before it moves it to the meta device: never touched, but room
+    for a whole model is reserved, since what is made between two weights lies where one was.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> torch.Tensor:
+        options = dict(kwargs or {})
+        if func is torch.empty and options.get("device") is None and _elements(args) >= _LARGE:
+            options["device"] = "meta"
+        found: torch.Tensor = func(*args, **options)
+        return found
+
+
+def _elements(sizes: tuple[Any, ...]) -> int:
+    """Of a tensor that is asked for by its sizes, apart or as one sequence."""
+    listed = sizes[0] if sizes and isinstance(sizes[0], list | tuple) else sizes
+    return math.prod(listed) if all(isinstance(one, int) for one in listed) else 0
+
+
 def _build(build: Any, config: Any, options: dict[str, Any]) -> Any:
     from accelerate import init_empty_weights
 
-    with init_empty_weights(include_buffers=False):
+    with init_empty_weights(include_buffers=False), _LargeOnMeta():
         try:
             # sdpa needs no mask tensor for unpadded text, which keeps recorded calls small.
             return build(config, attn_implementation="sdpa", **options)

@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from taut_deploy.compress.calibrate.observe import InputGroup
 from taut_deploy.compress.formats.protocol import LayerFormat, StoredLayer
 from taut_deploy.errors import ModelError
+from taut_deploy.models.values import is_finite
 
 
 @dataclass
@@ -18,7 +19,8 @@ class LayerState:
     """One linear layer of the block.
 
     A stage that changes the weight gives the module another tensor (``module.weight.data = …``) and
-    never writes into the old one: that may be the reference.
+    never writes into the old one: that may be the reference. Once the layer is stored, the module
+    holds what that stands for, or its nearest in the dtype that blocks compute in.
 
     Attributes:
         name: full name in the state dict.
@@ -60,7 +62,7 @@ class LayerState:
             ("weight", self.module.weight.data),
             ("input during calibration", self.group.absmax),
         ):
-            if not bool(torch.isfinite(tensor).all()):
+            if not is_finite(tensor):
                 raise ModelError(
                     f"{self.name}: its {what} holds NaN or infinity; the model is broken"
                 )
@@ -92,6 +94,14 @@ class LayerState:
         module.weight = weight
         mask = None if self.mask is None else self.mask.to(device)
         return replace(self, module=module, group=group, mask=mask)
+
+    def stored_weight(self) -> torch.Tensor:
+        """What the stored layer stands for, [N, K] fp32."""
+        if self.stored is None:
+            raise TypeError(f"{self.name}: it is not stored yet")
+        held = self.module.weight.data
+        # The block may have been called since, in the dtype of its input.
+        return held if held.dtype == torch.float32 else self.stored.dequantize()
 
     def store(self, stored: StoredLayer, method: str) -> None:
         """Keep the layer as it will be written; the block computes with it from here on.

@@ -97,12 +97,13 @@ class StoredCodebook:
             "weight_shape": torch.tensor(self.coded.codes.shape, dtype=torch.int64),
         }
 
-    def read_back(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The weight that written tensors stand for, [N, K] fp32, through the loaders' code."""
+    def reads_back(self, tensors: dict[str, torch.Tensor]) -> bool:
+        """Whether written tensors stand for this weight, through the loaders' code."""
         from taut_kernels.for_deploy import codebook
 
         codes = codebook.unpack_codes(tensors["weight_packed"], self.format.bits)
-        return codebook.dequantise(codes, tensors["weight_scale"], tensors["weight_codebook"])
+        read = codebook.dequantise(codes, tensors["weight_scale"], tensors["weight_codebook"])
+        return torch.equal(read, self.dequantize())
 
     def round_input(self, x: torch.Tensor) -> torch.Tensor:
         """The input as it is."""

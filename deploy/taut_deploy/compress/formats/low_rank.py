@@ -142,14 +142,15 @@ class StoredFactors:
         ordered = {} if order is None else {told.ORDER: order}
         return {**packed, **ordered, "weight_u": self.factors.up, "weight_v": self.factors.down}
 
-    def read_back(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The weight that written tensors stand for, [N, K] fp32."""
+    def reads_back(self, tensors: dict[str, torch.Tensor]) -> bool:
+        """Whether written tensors stand for this weight."""
         from taut_kernels.for_deploy import layer_description as told
 
         up, down, order = tensors["weight_u"], tensors["weight_v"], tensors.get(told.ORDER)
         product = Factors(up, down, order).product()
         base = self.format.base
-        return product if base is None else base.unpack(tensors).dequantize() + product
+        read = product if base is None else base.unpack(tensors).dequantize() + product
+        return torch.equal(read, self.dequantize())
 
     def round_input(self, x: torch.Tensor) -> torch.Tensor:
         """The input as it is."""

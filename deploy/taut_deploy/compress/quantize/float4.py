@@ -118,10 +118,11 @@ class Float4Spec:
         """The grid of least importance-weighted squared error, scale by scale.
 
         Args:
-            weight: [N, K] fp32; K must be a multiple of ``group_size``.
+            weight: [N, K]; K must be a multiple of ``group_size``.
             importance: [K] fp32 non-negative weight of each input channel's error, or None.
         """
         n, k = weight.shape
+        weight = weight.float()
         grouped = weight.view(n, -1, self.group_size)
         cost = torch.ones(k) if importance is None else importance
         cost = cost.to(weight).view(1, -1, self.group_size)

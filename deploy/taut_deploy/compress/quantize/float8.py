@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from taut_deploy.compress.quantize.protocol import ColumnRounding
-from taut_deploy.compress.quantize.scales import expand
+from taut_deploy.compress.quantize.scales import expand, row_slices
 from taut_deploy.compress.quantize.small_float import round_small_float
 
 FP8 = torch.float8_e4m3fn
@@ -21,6 +21,16 @@ _FRACTION_BITS = 3
 def to_fp8(values: torch.Tensor) -> torch.Tensor:
     """The nearest e4m3 numbers; what is beyond the range becomes its end."""
     return values.clamp(-FP8_MAX, FP8_MAX).to(FP8)
+
+
+def from_fp8(codes: torch.Tensor) -> torch.Tensor:
+    """What e4m3 numbers that are none of its two NaN stand for, fp32.
+
+    torch widens one at a time on a CPU. Their bits are those of fp16 with three places less of the
+    exponent, whose bias is 8 larger.
+    """
+    half = codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(7)  # sign, sign, the rest
+    return half.bitwise_and_(~0x4000).view(torch.float16).float().mul_(2.0**8)
 
 
 def round_fp8(values: torch.Tensor) -> torch.Tensor:
@@ -61,7 +71,11 @@ class Float8Weight:
 
     def dequantize(self) -> torch.Tensor:
         """The weights these codes stand for, [N, K] fp32."""
-        return self.codes.float() * expand(self.scale.float(), self.codes.shape)
+        found = torch.empty(self.codes.shape, device=self.codes.device)
+        scale = expand(self.scale.float(), self.codes.shape).expand(len(found), -1)
+        for rows in row_slices(found):
+            found[rows] = from_fp8(self.codes[rows]).mul_(scale[rows])
+        return found
 
 
 @dataclass(frozen=True)
@@ -81,8 +95,11 @@ class Float8Grid:
 
     def encode(self, values: torch.Tensor) -> Float8Weight:
         """The nearest codes of values [N, K]; exact for values that are on the grid already."""
-        scale = expand(self.scale.float(), values.shape)
-        return Float8Weight(to_fp8(values / scale), self.scale)
+        scale = expand(self.scale.float(), values.shape).expand(len(values), -1)
+        codes = torch.empty(values.shape, dtype=FP8, device=values.device)
+        for rows in row_slices(values):
+            codes[rows] = to_fp8(values[rows] / scale[rows])
+        return Float8Weight(codes, self.scale)
 
     def by_column(self, order: torch.Tensor) -> ColumnRounding:
         """Rounding of one input channel at a time."""
@@ -119,11 +136,12 @@ class Float8Spec:
         """
         del importance
         if self.block is None:
-            absmax = weight.abs().amax(1, keepdim=True)
+            parts = [torch.aminmax(weight[rows], dim=1) for rows in row_slices(weight)]
+            absmax = torch.cat([torch.maximum(-one.min, one.max) for one in parts])[:, None].float()
         else:
             rows, columns = (size // self.block for size in weight.shape)
             blocks = weight.view(rows, self.block, columns, self.block)
-            absmax = blocks.abs().amax((1, 3))
+            absmax = blocks.abs().amax((1, 3)).float()
         scale = (absmax / FP8_MAX).to(self.scale_dtype)
         # Where all is zero the scale is 1: codes are zero either way.
         positive = scale.float() > torch.finfo(torch.float32).tiny

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from taut_deploy.compress.quantize.protocol import ColumnRounding
+from taut_deploy.compress.quantize.scales import row_slices
 
 # Candidate shrink factors of a group's range; 1.0 keeps absmax/minmax. With 8 bits the range's ends
 # are worth more than a finer step, so nothing is searched there.
@@ -110,8 +111,11 @@ class IntegerGrid:
 
     def encode(self, values: torch.Tensor) -> QuantizedWeight:
         """The nearest codes of values [N, K]; exact for values that are on the grid already."""
-        codes = encode(values, self.scale, self.zero, self.spec)
-        return QuantizedWeight(codes.to(torch.int8), self.scale, self.zero)
+        codes = torch.empty(values.shape, dtype=torch.int8, device=values.device)
+        for rows in row_slices(values):
+            zero = None if self.zero is None else self.zero[rows]
+            codes[rows] = encode(values[rows].float(), self.scale[rows], zero, self.spec)
+        return QuantizedWeight(codes, self.scale, self.zero)
 
     def by_column(self, order: torch.Tensor) -> ColumnRounding:
         """Rounding of one input channel at a time; see :class:`Grid`."""
@@ -137,7 +141,7 @@ def fit_grid(
     """Scales (and zero points) that minimise the importance-weighted squared rounding error.
 
     Args:
-        weight: [N, K] fp32.
+        weight: [N, K] any float dtype.
         spec: the grid; K must be a multiple of ``group_size``.
         importance: [K] fp32 non-negative weight of each input channel's error, e.g. the Hessian's
             diagonal.
@@ -148,14 +152,25 @@ def fit_grid(
     Raises:
         ValueError: if ``group_size`` does not divide K.
     """
-    n, k = weight.shape
+    k = weight.shape[1]
     group = spec.group_size or k
     if k % group:
         raise ValueError(f"group_size {group} does not divide K = {k}")
-    grouped = weight.view(n, k // group, group)
     cost = torch.ones(k) if importance is None else importance
-    cost = cost.to(weight).view(1, k // group, group)
-    best_error = torch.full(grouped.shape[:2], torch.inf, device=weight.device)
+    cost = cost.to(weight.device, torch.float32).view(1, k // group, group)
+    parts = [
+        _fit(weight[rows].float().view(-1, *cost.shape[1:]), spec, cost)
+        for rows in row_slices(weight)
+    ]
+    scale, zero = (torch.cat(one) for one in zip(*parts, strict=True))
+    return scale.to(spec.scale_dtype), None if spec.symmetric else zero.to(torch.int8)
+
+
+def _fit(
+    grouped: torch.Tensor, spec: GridSpec, cost: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales and zero points [N, G] fp32 of groups [N, G, size] with costs [1, G, size]."""
+    best_error = torch.full(grouped.shape[:2], torch.inf, device=grouped.device)
     best_scale = torch.zeros_like(best_error)
     best_zero = torch.zeros_like(best_error)
     ends = _ends(grouped, spec)
@@ -168,7 +183,7 @@ def fit_grid(
         best_error = torch.where(better, error, best_error)
         best_scale = torch.where(better, scale, best_scale)
         best_zero = torch.where(better, zero, best_zero)
-    return best_scale.to(spec.scale_dtype), None if spec.symmetric else best_zero.to(torch.int8)
+    return best_scale, best_zero
 
 
 def encode(

@@ -45,7 +45,7 @@ class Grid(Protocol[C]):
         """
 
     def encode(self, values: torch.Tensor) -> C:
-        """The codes nearest to ``values`` [N, K] fp32; exact for values on the grid already."""
+        """The codes nearest to ``values`` [N, K]; exact for values on the grid already."""
 
 
 class Spec(Protocol[C]):
@@ -55,6 +55,6 @@ class Spec(Protocol[C]):
         """The grid of least error for a weight.
 
         Args:
-            weight: [N, K] fp32.
+            weight: [N, K] any float dtype.
             importance: [K] fp32 non-negative weight of each input channel's error, or None.
         """

@@ -15,7 +15,7 @@ def quantize_weight(
     """Round each weight to the nearest value of its grid.
 
     Args:
-        weight: [N, K] fp32.
+        weight: [N, K] any float dtype.
         spec: the grid's shape.
         importance: [K] weight of each input channel's error in the choice of the grid, or None.
 

@@ -1,6 +1,33 @@
-"""Scales that several weights share."""
+"""Scales that several weights share, and rows at a time that do not."""
+
+from collections.abc import Iterator
 
 import torch
+
+from taut_deploy.compress.threads import single_thread
+
+# fp32 numbers that stay in a core's cache from one operation to the next.
+_CACHED = 1 << 17
+
+
+def row_slices(weight: torch.Tensor) -> Iterator[slice]:
+    """Rows to work on at a time, on one thread; on a card all of them.
+
+    A pass over a weight that is larger than the cache takes as long as memory does, and an
+    operation's result as many new pages as the weight has. What fits is too small for threads,
+    which would wait for each other after every operation.
+
+    Args:
+        weight: [N, K].
+    """
+    n, k = weight.shape
+    if weight.is_cuda:
+        yield slice(0, n)
+        return
+    step = max(1, _CACHED // max(1, k))
+    with single_thread():
+        for start in range(0, n, step):
+            yield slice(start, start + step)
 
 
 def expand(entries: torch.Tensor, shape: torch.Size) -> torch.Tensor:

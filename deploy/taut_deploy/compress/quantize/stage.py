@@ -126,7 +126,8 @@ def _fed_back(layer: LayerState, feedback: gptq.Feedback, spec: Any) -> Codes:
 def _nearest(layer: LayerState, spec: Any) -> Codes:
     # AWQ clips ranges by the error of the output; plain rounding knows no data.
     importance = layer.hessian().diagonal() if "awq" in layer.methods else None
-    codes: Codes = rtn.quantize_weight(layer.sound_weight(), spec, importance)
+    layer.require_sound()
+    codes: Codes = rtn.quantize_weight(layer.module.weight.data, spec, importance)
     return codes
 
 

@@ -7,7 +7,7 @@ that forward too.
 """
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -100,14 +100,20 @@ class StreamedModel:
         """One stored tensor, by its stored name."""
         return self._reader.read(name)
 
-    def load(self, module: nn.Module, prefix: str) -> None:
-        """Fill ``module`` (named ``prefix``) with its stored weights in the compute dtype."""
+    def load(self, module: nn.Module, prefix: str, without: Collection[str] = ()) -> None:
+        """Fill ``module`` (named ``prefix``) with its stored weights in the compute dtype.
+
+        Args:
+            module: to fill.
+            prefix: its name in the skeleton.
+            without: tensors that stay empty, by their names in the module.
+        """
         for owner in module.modules():
             for leaf, buffer in owner._buffers.items():
                 owner._buffers[leaf] = None if buffer is None else buffer.to(self._device)
         for name in module.state_dict():
             place = self._places.get(f"{prefix}.{name}")
-            if place is not None:
+            if place is not None and name not in without:
                 self._fill(module, name, place)
 
     def release(self, module: nn.Module) -> None:

@@ -6,6 +6,7 @@ nothing after this module knows of them (:mod:`taut_deploy.compress.source.packe
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -44,6 +45,7 @@ class WeightReader:
                     "does not; fetch the model again"
                 )
         self._files = files
+        self._shard: tuple[Path, Any] | None = None
         self._packed = packed_tensors(directory, files, self._raw) if as_numbers else {}
         self.stored = _as_read(files, self._packed.values())
 
@@ -70,11 +72,18 @@ class WeightReader:
     def _raw(self, name: str, entry: int | None = None) -> torch.Tensor:
         if name not in self._files:
             raise ModelError(f"{name}: no shard of the model holds this tensor")
-        with safe_open(self._files[name].shard, framework="pt") as handle:
-            tensor: torch.Tensor = (
-                handle.get_tensor(name) if entry is None else handle.get_slice(name)[entry]
-            )
+        shard = self._opened(self._files[name].shard)
+        tensor: torch.Tensor = (
+            shard.get_tensor(name) if entry is None else shard.get_slice(name)[entry]
+        )
         return tensor
+
+    def _opened(self, path: Path) -> Any:
+        """A shard, open until another is read: each opening maps all of it and reads its header."""
+        if self._shard is None or self._shard[0] != path:
+            self._shard = None
+            self._shard = path, safe_open(path, framework="pt")
+        return self._shard[1]
 
 
 def _as_read(
