@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import re
 import secrets
 import shutil
 import subprocess
@@ -21,6 +22,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 _OPTIONS = ("-O3", "-std=c++20", "-fPIC", "-shared", "-fopenmp")
 _TIMEOUT_S = 300.0
+_INCLUDED = re.compile(r'^#include "(.+)"$', re.MULTILINE)
 
 
 @cache
@@ -28,8 +30,8 @@ def load(source: Path) -> str | None:
     """Compile a file unless that was done, and load it into this process, once.
 
     Args:
-        source: registers implementations of ops that are defined already; may include headers that
-            lie beside it.
+        source: registers implementations of ops that are defined already; may include headers of
+            ours, by their paths from it.
 
     Returns:
         None where it is loaded, else why not, in one line.
@@ -50,9 +52,14 @@ def load(source: Path) -> str | None:
 
 
 def text_of(source: Path) -> str:
-    """Return a source with the headers beside it: what a library is made of."""
-    files = (source, *sorted(source.parent.glob("*.h")))
-    return "\n".join(file.read_text(encoding="utf-8") for file in files)
+    """Return a source with the headers of ours that it includes: what a library is made of."""
+    files, texts = [source], dict[Path, str]()
+    while files:
+        file = files.pop()
+        if file not in texts:
+            texts[file] = file.read_text(encoding="utf-8")
+            files += [(file.parent / name).resolve() for name in _INCLUDED.findall(texts[file])]
+    return "\n".join(texts.values())
 
 
 def _built(source: Path, compiler: str) -> Path:

@@ -65,7 +65,10 @@ def _measure() -> str | None:
     own, others = [weight.clone() for _ in copies], [qweight.clone() for _ in copies]
     for M in _TOKENS:
         ours, theirs = least_times(
-            [partial(multiply, rows[:M], one, scales, None, None, N, isa) for one in own],
+            [
+                partial(cpu_linear.multiply, rows[:M], one, scales, None, None, N, isa)
+                for one in own
+            ],
             [partial(stock, rows[:M], one, pairs, None, group) for one in others],
         )
         ratios.append(theirs / ours)
@@ -78,22 +81,8 @@ def _measure() -> str | None:
 
 
 def _is_right(rows: Tensor, codes: Tensor, scale: Tensor, isa: cpu_linear.Isa) -> bool:
-    y = multiply(rows, *cpu_linear.pack(codes, scale, None, 4), None, len(codes), isa).float()
+    y = cpu_linear.multiply(
+        rows, *cpu_linear.pack(codes, scale, None, 4), None, len(codes), isa
+    ).float()
     exact = cpu_linear.weight_only_linear_cpu_ref(rows.float(), codes, scale)
     return bool(((y - exact).abs() <= _WRONG * exact.abs().max()).all())
-
-
-def multiply(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    zero: Tensor | None,
-    bias: Tensor | None,
-    N: int,
-    isa: int,
-) -> Tensor:
-    """Call the op; arguments as in its contract, but any strides of x."""
-    y: Tensor = torch.ops.taut.weight_only_linear_cpu.default(
-        x.contiguous(), weight, scale, zero, bias, N, isa
-    )
-    return y

@@ -99,7 +99,7 @@ class TautW4A16LinearKernel(MPLinearKernel):  # type: ignore[misc]
         # The operands were checked once at loading; the public functions would check them on every
         # call.
         if self.isa is not None:
-            y = cpu_four_bits.multiply(rows, weight, scale, zero, bias, N, self.isa)
+            y = cpu_linear.multiply(rows, weight, scale, zero, bias, N, self.isa)
         elif x.device.type == "cpu":
             group = K // scale.shape[0]
             y = torch.ops.taut.w4a16_gemm_cpu.default(rows, weight, scale, bias, group)

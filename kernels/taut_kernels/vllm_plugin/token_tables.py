@@ -29,7 +29,7 @@ from vllm.platforms import current_platform
 
 from taut_kernels.formats.token_table import dequantised_rows, signed_codes
 from taut_kernels.gemm.weight_only import cpu_linear
-from taut_kernels.vllm_plugin import cpu_four_bits, known_answer
+from taut_kernels.vllm_plugin import known_answer
 
 _PARTS = ("weight_packed", "weight_scale", "weight_shape")
 # Of a table that is unpacked at a time.
@@ -154,7 +154,7 @@ class TautTokenTableMethod(CompressedTensorsEmbeddingWNA16Int):  # type: ignore[
     def _multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         weight, scale = self._head.get_buffer("weight"), self._head.get_buffer("scale")
         rows = x.reshape(-1, x.shape[-1])
-        y = cpu_four_bits.multiply(rows, weight, scale, None, bias, self._rows, self._isa)
+        y = cpu_linear.multiply(rows, weight, scale, None, bias, self._rows, self._isa)
         return y.view(*x.shape[:-1], self._rows)
 
     def _dequantise(self, packed: torch.Tensor, scale: torch.Tensor) -> None:

@@ -59,14 +59,14 @@ def test_the_faster_product_is_chosen_once_and_kept(
 
 def test_a_wrong_product_is_not_chosen_however_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     left = _times(monkeypatch, 0.1, 0.1, 0.1)
-    right = cpu_four_bits.multiply
+    right = cpu_four_bits.cpu_linear.multiply
 
     def wrong(*operands: object) -> torch.Tensor:
         y = right(*operands)  # type: ignore[arg-type]
         y[3, 17] += y.abs().max() / 16
         return y
 
-    monkeypatch.setattr(cpu_four_bits, "multiply", wrong)
+    monkeypatch.setattr(cpu_four_bits.cpu_linear, "multiply", wrong)
     assert cpu_four_bits.why_ours() is None
     assert len(left) == 3, "it was not timed"
 

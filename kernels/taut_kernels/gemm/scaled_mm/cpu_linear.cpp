@@ -16,6 +16,8 @@
 #include <optional>
 #include <vector>
 
+#include "../cpu_bf16.h"
+
 using torch::stable::Tensor;
 
 namespace {
@@ -24,7 +26,6 @@ constexpr int64_t kBlock = 16;      // outputs of a block
 constexpr int64_t kTile = 4;        // blocks of a tile
 constexpr int64_t kParallel = 1 << 16;  // multiplications below which threads cost more than they save
 
-#define AVX2 __attribute__((target("avx2,fma")))
 #define VNNI __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")))
 
 struct Scaling {
@@ -32,11 +33,6 @@ struct Scaling {
   const int32_t* zero;    // likewise, with asymmetric codes
   bool symmetric;
 };
-
-AVX2 inline __m256 load8(const uint16_t* x) {
-  __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
-  return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
-}
 
 inline float widened(uint16_t x) {
   uint32_t bits = static_cast<uint32_t>(x) << 16;
@@ -61,7 +57,7 @@ AVX2 Range range_of(const uint16_t* x, int64_t K) {
   __m256 low = _mm256_set1_ps(widened(x[0])), high = low, odd = _mm256_setzero_ps();
   int64_t k = 0;
   for (; k + 8 <= K; k += 8) {
-    __m256 v = load8(x + k);
+    __m256 v = widened8(x + k);
     low = _mm256_min_ps(low, v);
     high = _mm256_max_ps(high, v);
     odd = _mm256_or_ps(odd, _mm256_cmp_ps(v, v, _CMP_UNORD_Q));
@@ -111,7 +107,7 @@ AVX2 void quantise(const uint16_t* x, int64_t K, int64_t padded, float scale, in
       if (k < K) std::memcpy(part, from, (K - k) * 2);
       from = part;
     }
-    __m256 v = _mm256_div_ps(load8(from), divisor);
+    __m256 v = _mm256_div_ps(widened8(from), divisor);
     v = _mm256_max_ps(_mm256_min_ps(v, most), least);
     __m256i code = _mm256_add_epi32(_mm256_cvtps_epi32(v), shift);
     code = _mm256_min_epi32(_mm256_max_epi32(code, low), high);
@@ -234,15 +230,8 @@ AVX2 void store(const int32_t* sums, float scale, int32_t zero, const Layer& lay
     sum = _mm256_sub_epi32(sum, _mm256_mullo_epi32(_mm256_set1_epi32(zero), of_weights));
     __m256 v = _mm256_mul_ps(_mm256_cvtepi32_ps(sum), _mm256_set1_ps(scale));
     v = _mm256_mul_ps(v, _mm256_loadu_ps(layer.scale + n));
-    if (layer.bias) v = _mm256_add_ps(v, load8(layer.bias + n));
-    __m256i bits = _mm256_castps_si256(v);
-    __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-    __m256i near = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
-    __m256 unordered = _mm256_cmp_ps(v, v, _CMP_UNORD_Q);
-    near = _mm256_blendv_epi8(near, _mm256_set1_epi32(0x7fc00000), _mm256_castps_si256(unordered));
-    near = _mm256_srli_epi32(near, 16);
-    __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(near), _mm256_extracti128_si256(near, 1));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(y + n), words);
+    if (layer.bias) v = _mm256_add_ps(v, widened8(layer.bias + n));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(y + n), rounded8(v));
   }
   for (; n < last; ++n) {
     int32_t sum = sums[n - first] - zero * layer.sums[n];

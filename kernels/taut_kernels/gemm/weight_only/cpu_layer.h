@@ -8,6 +8,8 @@
 #include <cstring>
 #include <vector>
 
+#include "../cpu_bf16.h"
+
 namespace {
 
 enum Isa { kAvx2, kAvx512, kAmx };
@@ -17,7 +19,6 @@ constexpr int64_t kTile = 4;            // blocks of a tile, one thread's
 constexpr int64_t kMost = 8;            // rows multiplied at once without AMX
 constexpr int64_t kParallel = 1 << 16;  // multiplications below which threads cost more than they save
 
-#define AVX2 __attribute__((target("avx2,fma")))
 #define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq")))
 #define AMX __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,amx-tile,amx-bf16")))
 
@@ -44,11 +45,6 @@ constexpr int place(int k) {
 // function that only prefetches, so this is no builtin of it; any address may be asked for.
 inline void fetch(const int32_t* line) { asm volatile("prefetcht1 (%0)" ::"r"(line)); }
 
-AVX2 inline __m256 widened(const uint16_t* x) {
-  __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
-  return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
-}
-
 AVX512 inline __m512 widened16(const uint16_t* x) {
   __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
   return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
@@ -62,16 +58,9 @@ AVX2 void store(const float* sums, const uint16_t* bias, int64_t count, uint16_t
     __m256 v = _mm256_loadu_ps(sums + n);
     if (bias) {
       std::memcpy(part, bias + n, here * 2);
-      v = _mm256_add_ps(v, widened(part));
+      v = _mm256_add_ps(v, widened8(part));
     }
-    __m256i bits = _mm256_castps_si256(v);
-    __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-    __m256i near = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
-    __m256 unordered = _mm256_cmp_ps(v, v, _CMP_UNORD_Q);
-    near = _mm256_blendv_epi8(near, _mm256_set1_epi32(0x7fc00000), _mm256_castps_si256(unordered));
-    near = _mm256_srli_epi32(near, 16);
-    __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(near), _mm256_extracti128_si256(near, 1));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(part), words);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(part), rounded8(v));
     std::memcpy(y + n, part, here * 2);
   }
 }

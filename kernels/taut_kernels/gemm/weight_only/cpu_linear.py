@@ -167,6 +167,22 @@ def weight_only_linear_cpu_ref(
     return (y if bias is None else y + bias.to(wide)).to(x.dtype)
 
 
+def multiply(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    N: int,
+    isa: int,
+) -> Tensor:
+    """Call the op; arguments as in its contract, but any strides of x."""
+    y: Tensor = torch.ops.taut.weight_only_linear_cpu.default(
+        x.contiguous(), weight, scale, zero, bias, N, isa
+    )
+    return y
+
+
 def _fake(x: Tensor, _weight: Tensor, *rest: Any) -> Tensor:
     *_, N, _isa = rest
     return x.new_empty((x.shape[0], N))

@@ -7,7 +7,7 @@ namespace {
 // Rows in fp32, each by a power of two.
 AVX2 void widen(const uint16_t* x, int64_t count, float factor, float* to) {
   __m256 by = _mm256_set1_ps(factor);
-  for (int64_t i = 0; i < count; i += 8) _mm256_storeu_ps(to + i, _mm256_mul_ps(widened(x + i), by));
+  for (int64_t i = 0; i < count; i += 8) _mm256_storeu_ps(to + i, _mm256_mul_ps(widened8(x + i), by));
 }
 
 // Sums of MR rows and NB blocks. Codes stay in the top bits of their words, so x comes by 2^(BITS - 32).
@@ -50,7 +50,7 @@ AVX2 void rows_avx2(const float* x, const Layer& layer, int64_t block, float* su
       }
     }
     for (int h = 0; h < 2 * NB; ++h) {
-      __m256 scale = widened(layer.scale + ((block + h / 2) * layer.groups + g) * kBlock + h % 2 * 8);
+      __m256 scale = widened8(layer.scale + ((block + h / 2) * layer.groups + g) * kBlock + h % 2 * 8);
       for (int m = 0; m < MR; ++m) {
         float* to = sums + m * kTile * kBlock + h * 8;
         _mm256_storeu_ps(to, _mm256_fmadd_ps(scale, sum[m][h], _mm256_loadu_ps(to)));
