@@ -6,7 +6,9 @@ Two tracks take job after job, the longest first, each on its half of the cores,
 waits for the other and a job with threads takes none from its neighbour. A job is a run of pytest:
 the tests that build images, those that start real workers, then folders. A third track has the
 tests that mostly wait, for helm or for a gateway. A track that has none of its own left takes the
-others' jobs. Tests that measure times have the whole machine to themselves afterwards.
+others' jobs. Tests that measure times have the whole machine to themselves afterwards. A test that
+fails is run once more when nothing else runs, so that a machine that stood still for seconds is no
+failure; the output names what only passed then, and many failures are believed at once.
 ``PYTEST_ADDOPTS`` reaches all. Tests of the mark ``long`` run with ``--all`` only. The last lines
 say what was skipped for want of a program or a device, and count all; the exit status is 1 if a
 test failed.
@@ -15,10 +17,13 @@ test failed.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter, deque
@@ -57,6 +62,8 @@ ALONE = (
     "service/test_json_bounds.py",
 )
 """Of these folders, what measures times: a neighbour would be measured with it."""
+BELIEVED = 20
+"""More failures than these are the code's, whatever the machine did."""
 SLOWEST = ("--durations=12", "--durations-min=4")
 """What each run says of its time."""
 _SUMMARY = re.compile(r"^=+ (.*) in [0-9.]+s.* =+$")
@@ -80,11 +87,21 @@ class Result(NamedTuple):
         status: its exit status.
         counts: of its summary.
         wanted: skipped tests by what they wanted.
+        arguments: what pytest was given.
+        cache: its cache directory, which knows the tests that failed.
     """
 
     status: int
     counts: Counter[str]
     wanted: Counter[str]
+    arguments: Sequence[str]
+    cache: Path
+
+    @property
+    def failed(self) -> set[str]:
+        """The names of the tests that failed or had no fixture."""
+        names = self.cache / "v" / "cache" / "lastfailed"
+        return set(json.loads(names.read_text())) if self.status == 1 and names.exists() else set()
 
 
 def jobs() -> list[list[str]]:
@@ -152,15 +169,24 @@ def wanted_of(output: str) -> Counter[str]:
     return found
 
 
-def run(arguments: Sequence[str], say: Callable[[str], object], cores: str | None = None) -> Result:
+def run(
+    arguments: Sequence[str],
+    say: Callable[[str], object],
+    cores: str | None = None,
+    cache: Path | None = None,
+) -> Result:
     """Run pytest, or what a job is instead, passing on each line of what it prints.
 
     Args:
         arguments: of pytest; TYPES is a command of its own.
         say: takes the lines.
         cores: the only ones that it may use, as taskset takes them; None for all.
+        cache: pytest's, to run again what failed; None for a new one.
     """
-    command = [sys.executable, "-m", "pytest", "-ra", *SLOWEST, *arguments]
+    again = ("--last-failed", "--last-failed-no-failures=none") if cache else ()
+    cache = cache or Path(tempfile.mkdtemp(prefix="pytest-cache-"))
+    known = ("-o", f"cache_dir={cache}", *again)
+    command = [sys.executable, "-m", "pytest", "-ra", *SLOWEST, *known, *arguments]
     if arguments == TYPES:
         command = [sys.executable, "-m", *TYPES]
     if cores is not None:
@@ -178,7 +204,8 @@ def run(arguments: Sequence[str], say: Callable[[str], object], cores: str | Non
             process.terminate()
             raise
     output = "".join(lines)
-    return Result(process.returncode, counts_of(output), wanted_of(output))
+    counts, wanted = counts_of(output), wanted_of(output)
+    return Result(process.returncode, counts, wanted, arguments, cache)
 
 
 def take(queues: Iterable[deque[list[str]]]) -> list[str] | None:
@@ -205,6 +232,34 @@ def _track(
             where = f"{took:.0f}s on cores {cores or 'of all'}"
             sys.stdout.write("".join((*lines, f"===== {where} =====\n")))
             sys.stdout.flush()
+
+
+def run_again(results: Sequence[Result], say: Callable[[str], object]) -> list[Result]:
+    """Run once more, alone, the tests that failed; return the results as they are then.
+
+    Args:
+        results: of all runs.
+        say: takes what is printed, and the names of the tests that passed only now.
+    """
+    failed = sum(len(result.failed) for result in results)
+    if failed > BELIEVED:
+        say(f"===== {failed} tests failed: none is run again =====\n")
+        return list(results)
+    return [_again(result, say) if result.failed else result for result in results]
+
+
+def _again(result: Result, say: Callable[[str], object]) -> Result:
+    before = result.failed
+    say(f"===== {len(before)} failed: once more, alone =====\n")
+    second = run(result.arguments, say, cache=result.cache)
+    passed = sorted(before - second.failed) if second.status in (0, 1) else []
+    for name in passed:
+        say(f"===== passed only alone: {name} =====\n")
+    counts = result.counts.copy()
+    for name in ("failed", "error", "errors"):
+        counts[name] = second.counts[name]
+    counts["passed"] += len(passed)
+    return second._replace(counts=+counts, wanted=result.wanted)
 
 
 def _totals(results: Iterable[Result]) -> tuple[Counter[str], Counter[str]]:
@@ -239,10 +294,13 @@ def main(arguments: Sequence[str] = ()) -> int:
     for thread in threads:
         thread.join()
     results.append(run([*chosen, *alone()], sys.stdout.write))
+    results = run_again(results, sys.stdout.write)
     counts, wanted = _totals(results)
     if wanted:
         names = ", ".join(f"{many} {name}" for name, many in wanted.most_common())
         sys.stdout.write(f"===== skipped tests want: {names} =====\n")
+    for result in results:
+        shutil.rmtree(result.cache, ignore_errors=True)
     names = ", ".join(f"{many} {name}" for name, many in sorted(counts.items()))
     took = time.monotonic() - started
     sys.stdout.write(f"===== all runs: {names} in {took:.0f}s =====\n")

@@ -130,7 +130,7 @@ def test_types_are_a_job_that_can_fail(
         monkeypatch.setattr(runner, name, ())
     monkeypatch.setattr(runner, "TESTS", tmp_path)
     monkeypatch.setattr(runner, "alone", lambda: [str(tmp_path / "test_own.py")])
-    monkeypatch.setenv("PYTEST_ADDOPTS", "-c /dev/null -p no:cacheprovider")
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-c /dev/null")
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.chdir(tmp_path)
     assert runner.main(["--types"]) == status
@@ -204,7 +204,7 @@ def test_all_runs_are_counted_and_any_can_fail(
         file.parent.mkdir(exist_ok=True, parents=True)
         file.write_text(TESTS.format(good=name != bad))
     monkeypatch.setattr(runner, "TESTS", tmp_path)
-    monkeypatch.setenv("PYTEST_ADDOPTS", "-c /dev/null -p no:cacheprovider")
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-c /dev/null")
     # None of them is needed, and every start of pytest would load them.
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     assert runner.main() == (bad is not None)
@@ -215,3 +215,56 @@ def test_all_runs_are_counted_and_any_can_fail(
     counted = f"{failed}{3 * many - bool(bad)} passed, {many} skipped"
     assert last.startswith(f"===== all runs: {counted} in ")
     assert wants == f"===== skipped tests want: {many} frobnicator ====="
+
+
+ONCE = """
+from pathlib import Path
+
+import pytest
+
+@pytest.fixture
+def late():
+    seen = Path(__file__).with_suffix(".seen")
+    if not seen.exists():
+        seen.touch()
+        raise TimeoutError
+
+def test_stalled(late):
+    pass
+
+def test_good():
+    pass
+
+@pytest.mark.parametrize("number", range({bad}))
+def test_bad(number):
+    assert number < 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("bad", "counted"),
+    [(0, "3 passed, 1 skipped"), (2, "2 failed, 3 passed"), (20, "1 error, 20 failed, 2 passed")],
+)
+def test_what_fails_runs_once_more_alone(
+    bad: int,
+    counted: str,
+    runner: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "test_own.py").write_text(ONCE.format(bad=bad))
+    monkeypatch.setattr(runner, "TESTS", tmp_path)
+    monkeypatch.setattr(runner, "jobs", lambda: [[str(tmp_path / "test_own.py")]])
+    monkeypatch.setattr(runner, "waiting", list)
+    quiet = tmp_path / "quiet" / "test_quiet.py"
+    quiet.parent.mkdir()
+    quiet.write_text("def test_good():\n    pass\n")
+    monkeypatch.setattr(runner, "alone", lambda: [str(quiet)])
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-c /dev/null")
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    assert runner.main() == (bad > 0)
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert last.startswith(f"===== all runs: {counted} in ")
+    again = [line for line in lines if line.startswith("===== passed only alone: ")]
+    assert [line.split("::")[1] for line in again] == ["test_stalled ====="] * (bad < 20)

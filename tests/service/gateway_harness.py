@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -24,6 +25,9 @@ MODEL = "m"
 QUICK = ProbeTimes(
     not_ready_s=0.03, ready_s=0.1, woken_s=0.01, health_timeout_s=0.5, first_look_s=0
 )
+HANGS_S = 30.0
+"""After these something hangs; no statement of how fast it is."""
+STILL_S = 0.05
 COMPLETION = {"model": MODEL, "prompt": "hello", "max_tokens": 8}
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
 
@@ -160,7 +164,7 @@ class Harness:
         assert len(values) == 1, f"{series} appears {len(values)} times"
         return float(values[0])
 
-    async def wait_ready(self, timeout_s: float = 10) -> None:
+    async def wait_ready(self, timeout_s: float = HANGS_S) -> None:
         await eventually(self.is_ready, timeout_s)
 
     async def is_ready(self) -> bool:
@@ -175,16 +179,28 @@ class Harness:
         }
 
 
-async def eventually(condition: Callable[[], Any], timeout_s: float = 5) -> None:
-    """Wait until a plain or async condition holds."""
-    async with asyncio.timeout(timeout_s):
-        while True:
+async def eventually(condition: Callable[[], Any], timeout_s: float = HANGS_S) -> None:
+    """Wait until a plain or async condition holds.
+
+    What counts is time in which this process could run: a machine that stands still for seconds
+    moves every clock, so a turn counts as what it computed, or as STILL_S at most.
+
+    Raises:
+        TimeoutError: ``timeout_s`` seconds so counted have passed.
+    """
+    counted = 0.0
+    async with asyncio.timeout(timeout_s + HANGS_S):
+        while counted < timeout_s:
+            began, computed = time.monotonic(), time.process_time()
             result = condition()
             if asyncio.iscoroutine(result):
                 result = await result
             if result:
                 return
             await asyncio.sleep(0.005)
+            computed = time.process_time() - computed
+            counted += min(time.monotonic() - began, max(computed, STILL_S))
+    raise TimeoutError(f"not within {timeout_s} s")
 
 
 @asynccontextmanager

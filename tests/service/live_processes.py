@@ -32,6 +32,8 @@ from taut_deploy.ports import free_port
 
 SCALE = float(os.environ.get("TAUT_FAULT_SCALE", "0.1"))
 QUICK = {"connect_s": 1, "first_byte_s": 2, "idle_s": 2, "total_s": 60}
+HANGS_S = 30.0
+"""After these something hangs; no statement of how fast it is."""
 COUNTS: list[str] = []
 """Lines for the end of the test run: how many cases a bounded test had."""
 
@@ -278,7 +280,7 @@ def opens(port: int) -> bool:
     return True
 
 
-async def eventually(condition: Callable[[], Any], timeout_s: float = 5) -> None:
+async def eventually(condition: Callable[[], Any], timeout_s: float = HANGS_S) -> None:
     """Wait until a condition holds."""
     try:
         async with asyncio.timeout(timeout_s):

@@ -38,11 +38,9 @@ def leave(client: Client, how: str) -> None:
 
 
 async def check_left(harness: Harness, engine: MockEngine, client: Client, how: str) -> None:
-    started = asyncio.get_running_loop().time()
     leave(client, how)
     await eventually(lambda: engine.aborted == 1, NOTICED_S)
     await eventually(lambda: harness.app.drain.live == 0, NOTICED_S)
-    assert asyncio.get_running_loop().time() - started < NOTICED_S
     assert await harness.metric("taut_inflight_requests") == 0
     assert engine.completed == 0
     await eventually(lambda: len(harness.server.server_state.connections) == 0, NOTICED_S)

@@ -196,12 +196,12 @@ async def test_nothing_parsed_is_kept_while_a_request_waits() -> None:
         gc.collect()
         before = len(gc.get_objects())
         waiting = [asyncio.create_task(harness.post(body)) for _ in range(4)]
-        await eventually(lambda: engine.running == 2, 20)
+        await eventually(lambda: engine.running == 2)
 
         async def queued() -> bool:
             return await harness.metric("taut_queued_requests") == 2
 
-        await eventually(queued, 20)
+        await eventually(queued)
         # Each is 40,000 lists and dicts when parsed; the engine keeps those of the two it has.
         assert len(gc.get_objects()) - before - 2 * 40_000 < 20_000
         assert {(await task).status for task in waiting} == {200}
