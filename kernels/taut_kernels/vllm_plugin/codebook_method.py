@@ -6,63 +6,39 @@ arithmetic of its own. This module imports vLLM.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from vllm.model_executor.layers.linear import LinearMethodBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from taut_kernels.formats import codebook
 from taut_kernels.formats.layer_description import Codebook
 from taut_kernels.vllm_plugin import known_answer
-from taut_kernels.vllm_plugin.stored_parts import (
-    PartedTensor,
-    Served,
-    StoredPart,
-    whole_rows,
-)
+from taut_kernels.vllm_plugin.parted_method import PartedLinearMethod, Wanted
+from taut_kernels.vllm_plugin.stored_parts import PartedTensor, StoredPart
 
 _TOKENS = (1, 16, 64)
 
 
-class TautCodebookLinearMethod(LinearMethodBase):  # type: ignore[misc]
-    """Indices, scales and books of one layer, or of several that vLLM joins.
-
-    Args:
-        parts: what the layer is made of, in vLLM's order.
-    """
+class TautCodebookLinearMethod(PartedLinearMethod[Codebook]):
+    """Indices, scales and books."""
 
     def __init__(self, parts: list[StoredPart[Codebook]]) -> None:
-        self._parts = parts
-        self._names = [part.name for part in parts]
+        super().__init__(parts)
         self._dense = UnquantizedLinearMethod()
-        self.kernel = Served(parts[0].layer.scheme)
 
-    def create_weights(
-        self,
-        layer: torch.nn.Module,
-        input_size_per_partition: int,
-        output_partition_sizes: list[int],
-        input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
-        **extra_weight_attrs: Any,
-    ) -> None:
-        """Make the parameters that the checkpoint's tensors are loaded into."""
-        here = (output_partition_sizes, input_size_per_partition)
-        rows = whole_rows(self._names, (output_size, input_size), here)
+    def _create(self, layer: torch.nn.Module, wanted: Wanted) -> None:
+        rows, k, dtype, _ = wanted
         sized = [(n, part.layer) for n, part in zip(rows, self._parts, strict=True)]
-        k = input_size
 
-        def parted(name: str, shapes: list[tuple[int, ...]], dtype: torch.dtype) -> PartedTensor:
-            return PartedTensor(layer, name, self._names, shapes, dtype)
+        def parted(name: str, shapes: list[tuple[int, ...]], kind: torch.dtype) -> PartedTensor:
+            return PartedTensor(layer, name, self._names, shapes, kind)
 
         packed: list[tuple[int, ...]] = [(n, k * one.bits // 8) for n, one in sized]
         scales: list[tuple[int, ...]] = [(n, k // (one.group_size or k)) for n, one in sized]
         books: list[tuple[int, ...]] = [(n // (one.rows or n), one.entries) for n, one in sized]
         self._packed = parted("weight_packed", packed, torch.uint8)
-        self._scale = parted("weight_scale", scales, params_dtype)
-        self._book = parted("weight_codebook", books, params_dtype)
+        self._scale = parted("weight_scale", scales, dtype)
+        self._book = parted("weight_codebook", books, dtype)
         self._shape = parted("weight_shape", [(2,)] * len(sized), torch.int64)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:

@@ -165,20 +165,7 @@ def after_model_load(base_loader: Any, callback: Callable[[torch.nn.Module], Non
     Raises:
         IncompatibleVllmError: the loader has no `load_model`.
     """
-    original = getattr(base_loader, "load_model", None)
-    if original is None:
-        raise IncompatibleVllmError("vLLM's BaseModelLoader has no load_model")
-    if getattr(original, "_taut_callback", None) is not None:
-        return
-
-    @functools.wraps(original)
-    def load_model(self: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        model: torch.nn.Module = original(self, *args, **kwargs)
-        callback(model)
-        return model
-
-    load_model._taut_callback = callback  # type: ignore[attr-defined]
-    base_loader.load_model = load_model
+    _call_after(base_loader, "load_model", "BaseModelLoader", callback)
 
 
 def after_engine_start(stat_logger: Any, callback: Callable[[], None]) -> None:
@@ -194,19 +181,26 @@ def after_engine_start(stat_logger: Any, callback: Callable[[], None]) -> None:
     Raises:
         IncompatibleVllmError: the logger has no `log_engine_initialized`.
     """
-    original = getattr(stat_logger, "log_engine_initialized", None)
+    name = "log_engine_initialized"
+    _call_after(stat_logger, name, "PrometheusStatLogger", lambda _: callback())
+
+
+def _call_after(owner: Any, name: str, described: str, callback: Callable[[Any], None]) -> None:
+    """Have a method of a class of vLLM's call back with what it returns, once."""
+    original = getattr(owner, name, None)
     if original is None:
-        raise IncompatibleVllmError("vLLM's PrometheusStatLogger has no log_engine_initialized")
+        raise IncompatibleVllmError(f"vLLM's {described} has no {name}")
     if getattr(original, "_taut_callback", None) is not None:
         return
 
     @functools.wraps(original)
-    def log_engine_initialized(self: Any) -> None:
-        original(self)
-        callback()
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        callback(result)
+        return result
 
-    log_engine_initialized._taut_callback = callback  # type: ignore[attr-defined]
-    stat_logger.log_engine_initialized = log_engine_initialized
+    method._taut_callback = callback  # type: ignore[attr-defined]
+    setattr(owner, name, method)
 
 
 def register_attention_backend(registry: ModuleType, name: str, path: str) -> bool:

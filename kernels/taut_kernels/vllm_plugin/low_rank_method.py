@@ -10,10 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.model_executor.layers.linear import (
-    LinearMethodBase,
-    register_weight_loader_v2_supported_method,
-)
+from vllm.model_executor.layers.linear import register_weight_loader_v2_supported_method
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
     CompressedTensorsWNA16,
 )
@@ -21,28 +18,26 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
 from taut_kernels.formats.layer_description import ORDER, LowRank
 from taut_kernels.formats.low_rank import dense_rows, low_rank_linear
 from taut_kernels.vllm_plugin import known_answer
-from taut_kernels.vllm_plugin.stored_parts import (
-    PartedTensor,
-    Served,
-    StoredPart,
-    whole_rows,
-)
+from taut_kernels.vllm_plugin.parted_method import PartedLinearMethod, Wanted
+from taut_kernels.vllm_plugin.stored_parts import PartedTensor, StoredPart
 
 _TOKENS = (1, 16, 64)
 _DOWN = "weight_v"
 
 
 @register_weight_loader_v2_supported_method  # for the tensors of the codes
-class TautLowRankLinearMethod(LinearMethodBase):  # type: ignore[misc]
-    """Low-rank factors of one layer, or of several that vLLM joins.
+class TautLowRankLinearMethod(PartedLinearMethod[LowRank]):
+    """Low-rank factors, and the codes they correct.
 
     Args:
-        parts: what the layer is made of, in vLLM's order.
+        parts: as of the base class.
+
+    Raises:
+        ValueError: they are not stored alike.
     """
 
     def __init__(self, parts: list[StoredPart[LowRank]]) -> None:
-        self._parts = parts
-        self._names = [part.name for part in parts]
+        super().__init__(parts)
         base = parts[0].layer.base
         if any(part.layer.base != base for part in parts):
             raise ValueError(f"{', '.join(self._names)}: their codes are not stored alike")
@@ -58,42 +53,30 @@ class TautLowRankLinearMethod(LinearMethodBase):  # type: ignore[misc]
                 symmetric=base.symmetric,
                 layer_name=self._names[0],
             )
-        self.kernel = Served(parts[0].layer.scheme)
 
-    def create_weights(
-        self,
-        layer: torch.nn.Module,
-        input_size_per_partition: int,
-        output_partition_sizes: list[int],
-        input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
-        **extra_weight_attrs: Any,
-    ) -> None:
-        """Make the parameters that the checkpoint's tensors are loaded into."""
-        here = (output_partition_sizes, input_size_per_partition)
-        rows = whole_rows(self._names, (output_size, input_size), here)
+    def _create(self, layer: torch.nn.Module, wanted: Wanted) -> None:
+        rows, k, dtype, attributes = wanted
         ranks = [part.layer.rank for part in self._parts]
         self._rows = rows
         ups = [
             (n - rank if self._interpolative else n, rank)
             for n, rank in zip(rows, ranks, strict=True)
         ]
-        downs = [(rank, input_size) for rank in ranks]
-        self._up = PartedTensor(layer, "weight_u", self._names, [*ups], params_dtype)
-        self._down = PartedTensor(layer, _DOWN, self._names, [*downs], params_dtype)
+        downs = [(rank, k) for rank in ranks]
+        self._up = PartedTensor(layer, "weight_u", self._names, [*ups], dtype)
+        self._down = PartedTensor(layer, _DOWN, self._names, [*downs], dtype)
         if self._interpolative:
             orders = [(n,) for n in rows]
             self._order = PartedTensor(layer, ORDER, self._names, [*orders], torch.int32)
         if self._codes is not None:
             self._codes.create_weights(
                 layer,
-                output_size=output_size,
-                input_size=input_size,
-                output_partition_sizes=output_partition_sizes,
-                input_size_per_partition=input_size_per_partition,
-                params_dtype=params_dtype,
-                **extra_weight_attrs,
+                output_size=sum(rows),
+                input_size=k,
+                output_partition_sizes=rows,
+                input_size_per_partition=k,
+                params_dtype=dtype,
+                **attributes,
             )
             self.kernel.beside(self._codes.kernel)
 

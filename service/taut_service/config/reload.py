@@ -50,9 +50,7 @@ class Reloader:
     ) -> None:
         self.path = path
         self._on_outcome = on_outcome
-        self._fleet = fleet
-        self._keys = keys
-        self._admission = admission
+        self._fleet, self._keys, self._admission = fleet, keys, admission
         self._one_at_a_time = asyncio.Lock()
         self._listeners: list[Callable[[Generation], None]] = []
         fleet.keys = read_worker_keys(settings)

@@ -43,9 +43,7 @@ class CpuBudget:
         process_s: Callable[[], float] = time.process_time,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._share = share
-        self._process_s = process_s
-        self._now = now
+        self._share, self._process_s, self._now = share, process_s, now
         self._earned = self._granted = BURST_S
         self._seen = now(), process_s(), 0.0
         self._model = CostModel()

@@ -48,8 +48,7 @@ class Course:
         now: Callable[[], float] = time.monotonic,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._now = now
-        self._clock = clock
+        self._now, self._clock = now, clock
         self._points: list[_Point] = []
         self._spacing_s = SPACING_S
         self._due = -float("inf")

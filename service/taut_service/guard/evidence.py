@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from taut_service.config.settings import GuardSettings
@@ -59,8 +60,13 @@ class Harm(NamedTuple):
     kind: str
 
 
-class Shown(NamedTuple):
-    """One measure, for people: its mean, a confidence sequence, its bound, log evidence."""
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """One measure: its mean beyond the baseline's noise, and where the true mean lies.
+
+    ``low`` and ``high`` hold it at all times at once with probability 1 - alpha. Evidence is given
+    as a natural logarithm; it decides from ``ln(1 / alpha)`` on.
+    """
 
     mean: float
     low: float

