@@ -84,9 +84,10 @@ def run(room, monkeypatch, call_taut):
     return call_taut
 
 
-def test_json_of_a_compression_is_all_of_stdout(room, tmp_path):
+def test_json_of_a_compression_is_all_of_stdout(room, tmp_path, fork_taut):
     arguments = ["compress", "model", "--recipe", "recipe.yaml", "--json"]
-    done = taut(room, *arguments, "--output", str(tmp_path / "out"))
+    output = str(tmp_path / "out")
+    done = fork_taut(room, *arguments, "--output", output, env=environment(room))
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout)
     assert summary["path"] == str(tmp_path / "out")

@@ -85,17 +85,28 @@ def _be_the_check(module: ModuleType, request: dict[str, Any]) -> None:
     code = 1
     try:
         signal.alarm(request["timeout"])  # nobody takes it: it ends this process
+        os.dup2(os.open(request["stdin"], os.O_RDONLY), 0)  # the parent's has requests
         for stream, path in ((1, request["stdout"]), (2, request["stderr"])):
             os.dup2(os.open(path, os.O_WRONLY), stream)
         os.environ.update(request["env"])
         module.main(request["names"])
         code = 0
+    except SystemExit as ending:
+        code = _status(ending)
     except BaseException:
         traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _status(ending: SystemExit) -> int:
+    """The exit status that Python would end with, and what it would say."""
+    if ending.code is None or isinstance(ending.code, int):
+        return ending.code or 0
+    print(ending.code, file=sys.stderr)
+    return 1
 
 
 def main(script: str) -> None:
