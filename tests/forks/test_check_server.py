@@ -57,3 +57,54 @@ def test_a_check_ends_as_a_python_of_its_own(
     done = server.run([what], 60)
     assert done.returncode == status
     assert done.stderr.endswith(said) and bool(done.stderr) == bool(said)
+
+
+TYPES = """
+import forked_checks
+
+before = said()
+forked_checks.remember_types()
+for _ in range(2):
+    assert said() == before, (before, said())
+print(len(before))
+"""
+SAID = """
+import numpy as np
+import triton.language.core as core
+from triton.runtime import interpreter
+
+def refused(element, shape):
+    try:
+        core.block_type(element, shape)
+    except (AssertionError, TypeError, ValueError) as error:
+        return repr(error)
+
+def said():
+    kinds = [core.float16, core.int32, core.pointer_type(core.float32)]
+    blocks = [core.block_type(kind, shape) for kind in kinds for shape in ([4], [2, 8])]
+    blocks += [core.block_type(core.int8, [core.constexpr(4), 2]), core.block_type(core.int1, [2])]
+    blocks += [core.block_type(core.int1, blocks[1].shape)]
+    tensors = [core.tensor(None, kind) for kind in (*kinds, *blocks)]
+    values = [3, core.constexpr(3), [core.constexpr(1), 2], (core.constexpr(4),), None, "a"]
+    return [
+        *[(str(b), list(b.shape.values), b.numel, str(b.element_ty)) for b in blocks],
+        *[([s.value for s in t.shape], t.numel.value, str(t.dtype), str(t.type)) for t in tensors],
+        *[refused(core.int32, shape) for shape in ([3], [], [2**40], [1.5], (4,))],
+        *[core._unwrap_if_constexpr(value) for value in values],
+        *[interpreter._get_np_dtype(kind) for kind in (*kinds, *blocks)],
+    ]
+"""
+
+
+def test_the_interpreters_types_are_the_same_when_they_are_remembered(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "compared.py"
+    script.write_text(f"{SAID}\ndef main(names):\n" + TYPES.replace("\n", "\n    "))
+    path = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1"}
+    server = CheckServer(script, environment, tmp_path)
+    done = server.run(["types"], 120)
+    server.close()
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) == 9 + 12 + 5 + 6 + 12
