@@ -8,6 +8,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from check_server import CheckServer
@@ -16,6 +17,8 @@ OF_ENGINES = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_CI_ENV": "1", "HF_HUB_OFF
 """What tiny models are served with: a small cache, no warm-up, no question to a hub."""
 OF_MODELS = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 """What tiny models are loaded with."""
+OF_COMMANDS = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+"""What ``taut`` sets before it imports transformers, which reads them then."""
 
 
 def pytest_configure() -> None:
@@ -67,7 +70,35 @@ def run_with_compressor(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
     """Run code in a process that has the compressor imported: see with_compressor.py."""
-    yield from _running("with_compressor", tmp_path_factory, {**os.environ, **OF_MODELS})
+    known = {**os.environ, **OF_MODELS, **OF_COMMANDS}
+    yield from _running("with_compressor", tmp_path_factory, known)
+
+
+@pytest.fixture(scope="session")
+def fork_taut(run_with_compressor) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run ``taut ARGUMENTS`` as a process of its own, but for its start: a fork with its imports.
+
+    Settings that libraries read as they are imported are the compressor's; ``first`` is code that
+    precedes the command.
+    """
+
+    def run(
+        folder: Path, *arguments: object, first: str = "", **more: Any
+    ) -> subprocess.CompletedProcess[str]:
+        return run_with_compressor(_TAUT, folder, first, *arguments, **more)
+
+    return run
+
+
+_TAUT = """
+import os, sys
+from taut_deploy import cli
+_, folder, first, *arguments = sys.argv
+os.chdir(folder)
+sys.argv = ["taut", *arguments]
+exec(compile(first, "<first>", "exec"))
+sys.exit(cli.main())
+"""
 
 
 def _running(
@@ -77,13 +108,16 @@ def _running(
     servers: list[CheckServer] = []
 
     def run(
-        *arguments: object, env: dict[str, str] | None = None, timeout: int = 580
+        *arguments: object,
+        env: dict[str, str] | None = None,
+        timeout: int = 580,
+        stdin: str = "",
     ) -> subprocess.CompletedProcess[str]:
         if not servers:
             script = Path(__file__).parent / "forks" / f"{name}.py"
             of_server = {**environment, "PYTHONSAFEPATH": "1"}
             servers.append(CheckServer(script, of_server, folders.mktemp(name)))
-        return servers[0].run([*map(str, arguments)], timeout, env)
+        return servers[0].run([*map(str, arguments)], timeout, env, stdin)
 
     yield run
     for server in servers:

@@ -35,12 +35,12 @@ TESTS = Path(__file__).parent
 LONG = (
     ("images", "chart/test_pods_gateway.py", "chart/test_pods_model.py"),
     ("e2e", "deploy/test_cache_warm.py"),
-    ("deploy/compress",),
-    ("kernels/plugin",),
+    ("deploy/compress", "deploy/shrink"),
+    ("kernels/plugin", "kernels/bench/test_engine_checkpoint.py"),
     ("kernels/launch/test_aot.py",),
 )
 """The first jobs, in this order. Each makes something once for all its tests: images and their
-checkpoint, a served model, a process that has vLLM imported."""
+checkpoint, a served model, a process that has vLLM or the compressor imported."""
 ALL = ("-m", "")
 """Takes back that pytest leaves out what has the mark: minutes of work, for CI and for who changes
 what it is on."""

@@ -211,7 +211,7 @@ def test_all_runs_are_counted_and_any_can_fail(
     *_, wants, last = capsys.readouterr().out.splitlines()
     failed = "1 failed, " if bad else ""
     many = 1 + len(folders) + len(files)
-    assert many == 20
+    assert many == 22
     counted = f"{failed}{3 * many - bool(bad)} passed, {many} skipped"
     assert last.startswith(f"===== all runs: {counted} in ")
     assert wants == f"===== skipped tests want: {many} frobnicator ====="

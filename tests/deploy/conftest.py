@@ -45,3 +45,9 @@ def call_taut(monkeypatch, capfd):
         return code, captured.out, captured.err
 
     return call
+
+
+@pytest.fixture
+def charts_undrawn(monkeypatch):
+    """Pages without their charts, half a second a validation; validate_page/ has them drawn."""
+    monkeypatch.setattr("taut_deploy.validate.page.charts._drawn", lambda *_: "<svg></svg>")

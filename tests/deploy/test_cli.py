@@ -84,9 +84,10 @@ def run(room, monkeypatch, call_taut):
     return call_taut
 
 
-def test_json_of_a_compression_is_all_of_stdout(room, tmp_path):
+def test_json_of_a_compression_is_all_of_stdout(room, tmp_path, fork_taut):
     arguments = ["compress", "model", "--recipe", "recipe.yaml", "--json"]
-    done = taut(room, *arguments, "--output", str(tmp_path / "out"))
+    output = str(tmp_path / "out")
+    done = fork_taut(room, *arguments, "--output", output, env=environment(room))
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout)
     assert summary["path"] == str(tmp_path / "out")
@@ -448,9 +449,9 @@ def test_a_bug_of_ours_keeps_its_traceback(run, monkeypatch):
 
 
 @pytest.mark.parametrize("command", [("worker",), ("cache", "warm"), ("cache", "key")])
-def test_help_names_every_option_in_full_on_a_narrow_terminal(room, command):
+def test_help_names_every_option_in_full_on_a_narrow_terminal(room, command, fork_taut):
     """Where there is no terminal, as in a container, 80 columns are all there are."""
-    said = taut(room, *command, "--help", COLUMNS="80").stdout
+    said = fork_taut(room, *command, "--help", env={"COLUMNS": "80"}).stdout
     named = set(re.findall(r"^│ [* ]*(--\S+)", said, re.MULTILINE))
     assert {"--kv-cache-dtype", "--decode-attention", "--no-decode-attention"} <= named
     assert not [name for name in named if name.endswith("…")]
@@ -493,15 +494,10 @@ def test_versions_and_what_runs(room, run):
 
 
 @pytest.mark.parametrize("columns", ["30", "200"])
-def test_help_fits_any_terminal(room, columns):
+def test_help_fits_any_terminal(room, columns, fork_taut):
     for command in ([], ["serve"], ["logs"]):
-        done = subprocess.run(
-            [TAUT, *command, "--help"],
-            capture_output=True,
-            text=True,
-            check=True,
-            env={**environment(room), "COLUMNS": columns},
-        )
+        done = fork_taut(room, *command, "--help", env={"COLUMNS": columns})
+        assert done.returncode == 0 and done.stdout, done.stderr
         assert max(map(len, done.stdout.splitlines())) <= int(columns)
 
 

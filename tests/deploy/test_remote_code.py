@@ -71,8 +71,12 @@ COMMANDS = {
 }
 
 
+YES = "y\ny\ny\ny\n"
+"""A user who says yes to everything."""
+
+
 def taut(room: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The command in a process of its own, with a user who says yes to everything."""
+    """The command in a process of its own, which puts a model's code into a place of its own."""
     import os
 
     environment = {
@@ -83,7 +87,7 @@ def taut(room: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     }
     return subprocess.run(
         [sys.executable, "-m", "taut_deploy", *arguments],
-        input="y\ny\ny\ny\n",
+        input=YES,
         capture_output=True,
         text=True,
         env=environment,
@@ -94,8 +98,9 @@ def taut(room: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_code_does_not_run_after_a_yes_on_standard_input(command, room):
-    done = taut(room, *COMMANDS[command])
+def test_code_does_not_run_after_a_yes_on_standard_input(command, room, fork_taut):
+    home = {"TAUT_HOME": str(room / "home")}
+    done = fork_taut(room, *COMMANDS[command], env=home, stdin=YES)
     assert not (room / "ran").exists()
     assert done.returncode in {2, 3}
     assert "Traceback" not in done.stderr

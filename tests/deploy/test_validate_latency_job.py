@@ -20,6 +20,7 @@ from taut_deploy.cli import app
 from taut_deploy.validate import CouldNotValidateError, Verdict, run_validation
 from taut_deploy.validate.latency.plan import LatencyPlan
 
+pytestmark = pytest.mark.usefixtures("charts_undrawn")
 ACCURACY = "name: p\nrequire: {perplexity_ratio: {max: 2}}\n"
 PLAN = LatencyPlan(requests=32, concurrency=(4,), prompt_tokens=8, output_tokens=4)
 FAIL_AT_TWICE = "latency: {itl_p50_ratio_at_most: 1.4, error_rate_at_most: 0.2}"

@@ -35,14 +35,18 @@ class CheckServer:
         )
 
     def run(
-        self, names: Sequence[str], timeout: int, env: Mapping[str, str] | None = None
+        self,
+        names: Sequence[str],
+        timeout: int,
+        env: Mapping[str, str] | None = None,
+        stdin: str = "",
     ) -> subprocess.CompletedProcess[str]:
         """Run checks in a fork; ``env`` comes on top of the server's environment."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        streams = {name: self._folder / name for name in ("stdout", "stderr")}
-        for path in streams.values():
-            path.write_text("")
+        streams = {name: self._folder / name for name in ("stdin", "stdout", "stderr")}
+        for name, path in streams.items():
+            path.write_text(stdin if name == "stdin" else "")
         request = {"names": names, "timeout": timeout, "env": dict(env or {})}
         request |= {name: str(path) for name, path in streams.items()}
         with contextlib.suppress(BrokenPipeError):  # it ended in its imports: said below
@@ -51,7 +55,7 @@ class CheckServer:
         if not (answer := self._process.stdout.readline()):
             self._errors.seek(0)
             return subprocess.CompletedProcess(names, 1, "", self._errors.read())
-        out, errors = (path.read_text() for path in streams.values())
+        out, errors = (streams[name].read_text() for name in ("stdout", "stderr"))
         return subprocess.CompletedProcess(names, int(answer), out, errors)
 
     def close(self) -> None:

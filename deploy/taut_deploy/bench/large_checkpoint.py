@@ -30,21 +30,44 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from taut_deploy.files import write_json_atomically
 
-WIDTH, INNER, HEAD = 2048, 5632, 128
-BLOCK_BYTES = 2 * (4 * WIDTH**2 + 3 * WIDTH * INNER)
-"""Of a block's linear layers in bf16: 103 MB."""
 _APART = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 _WORDS = 64
 _SPECIAL = ("<s>", "<unk>")
-_PLAIN = range(len(_SPECIAL), _WORDS)
+_PLAIN = range(_WORDS - len(_SPECIAL))
 
 
-def write_checkpoint(path: Path, blocks: int) -> int:
+@dataclass(frozen=True)
+class Sizes:
+    """Of a Llama's blocks; as they are, one of 103 MB.
+
+    Attributes:
+        width: of the residual stream.
+        inner: of the MLP.
+        head: of an attention head.
+    """
+
+    width: int = 2048
+    inner: int = 5632
+    head: int = 128
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block's linear layers in bf16."""
+        return 2 * (4 * self.width**2 + 3 * self.width * self.inner)
+
+
+LARGE = Sizes()
+
+
+def write_checkpoint(path: Path, blocks: int, sizes: Sizes = LARGE) -> int:
     """Write a bf16 Llama, a shard for each block; all blocks have the same random weights.
+
+    Its tokenizer knows 62 words, ``w0`` to ``w61``.
 
     Args:
         path: directory to make.
         blocks: how many.
+        sizes: of each.
 
     Returns:
         Bytes of its weights.
@@ -52,11 +75,11 @@ def write_checkpoint(path: Path, blocks: int) -> int:
     path.mkdir()
     config = LlamaConfig(
         vocab_size=_WORDS,
-        hidden_size=WIDTH,
-        intermediate_size=INNER,
+        hidden_size=sizes.width,
+        intermediate_size=sizes.inner,
         num_hidden_layers=blocks,
-        num_attention_heads=WIDTH // HEAD,
-        num_key_value_heads=WIDTH // HEAD,
+        num_attention_heads=sizes.width // sizes.head,
+        num_key_value_heads=sizes.width // sizes.head,
         max_position_embeddings=512,
         architectures=["LlamaForCausalLM"],
         tie_word_embeddings=False,
@@ -65,12 +88,12 @@ def write_checkpoint(path: Path, blocks: int) -> int:
     config.save_pretrained(path)
     _write_tokenizer(path)
     torch.manual_seed(0)
-    block = _block()
+    block = _block(sizes)
     index: dict[str, str] = {}
     total = 0
     for number in range(blocks + 1):
         tensors = {f"model.layers.{number}.{name}": one for name, one in block.items()}
-        tensors = tensors if number < blocks else _outer()
+        tensors = tensors if number < blocks else _outer(sizes.width)
         shard = path / f"model-{number + 1:05d}-of-{blocks + 1:05d}.safetensors"
         save_file(tensors, shard, metadata={"format": "pt"})
         index |= dict.fromkeys(tensors, shard.name)
@@ -80,21 +103,22 @@ def write_checkpoint(path: Path, blocks: int) -> int:
     return total
 
 
-def _block() -> dict[str, torch.Tensor]:
-    square, wide, narrow = (WIDTH, WIDTH), (INNER, WIDTH), (WIDTH, INNER)
+def _block(sizes: Sizes) -> dict[str, torch.Tensor]:
+    width, inner = sizes.width, sizes.inner
+    square, wide, narrow = (width, width), (inner, width), (width, inner)
     shapes = {f"self_attn.{name}_proj": square for name in "qkvo"}
     shapes |= {"mlp.gate_proj": wide, "mlp.up_proj": wide, "mlp.down_proj": narrow}
     block = {f"{name}.weight": _random(*shape) for name, shape in shapes.items()}
     norms = ("input_layernorm", "post_attention_layernorm")
-    return block | {f"{name}.weight": torch.ones(WIDTH).bfloat16() for name in norms}
+    return block | {f"{name}.weight": torch.ones(width).bfloat16() for name in norms}
 
 
-def _outer() -> dict[str, torch.Tensor]:
-    embedding, head = _random(_WORDS, WIDTH), _random(_WORDS, WIDTH)
+def _outer(width: int) -> dict[str, torch.Tensor]:
+    embedding, head = _random(_WORDS, width), _random(_WORDS, width)
     return {
         "model.embed_tokens.weight": embedding,
         "lm_head.weight": head,
-        "model.norm.weight": torch.ones(WIDTH).bfloat16(),
+        "model.norm.weight": torch.ones(width).bfloat16(),
     }
 
 
@@ -103,7 +127,7 @@ def _random(rows: int, columns: int) -> torch.Tensor:
 
 
 def _write_tokenizer(path: Path) -> None:
-    words = {**{word: i for i, word in enumerate(_SPECIAL)}, **{f"w{i}": i for i in _PLAIN}}
+    words = {word: i for i, word in enumerate((*_SPECIAL, *(f"w{i}" for i in _PLAIN)))}
     first, unknown = _SPECIAL
     core = Tokenizer(models.WordLevel(words, unk_token=unknown))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

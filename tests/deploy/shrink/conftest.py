@@ -24,7 +24,7 @@ def room(tmp_path_factory) -> Room:
 
 
 @pytest.fixture
-def run(room, monkeypatch, capfd):
+def run(room, monkeypatch, capfd, charts_undrawn):
     """Calls ``taut`` in the room; returns exit code, standard output and standard error."""
     monkeypatch.chdir(room.path)
     monkeypatch.setenv("TAUT_HOME", str(room.path / "home"))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
-import sys
 
 import pytest
 from tiny_models import recipe_data, write_recipe
@@ -208,7 +206,7 @@ def test_the_schemes_no_cpu_serves_are_schemes():
 
 @pytest.mark.vllm
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
-def test_vllm_lists_no_kernel_of_those_schemes_for_this_cpu():
+def test_vllm_lists_no_kernel_of_those_schemes_for_this_cpu(run_with_vllm):
     script = """
 import json, torch
 from vllm.model_executor.kernels import linear
@@ -229,9 +227,7 @@ found = {f"W{bits}A16": served(bits) for bits in (2, 3, 4, 8)}
 found["NVFP4A16"] = PlatformEnum.CPU in linear._POSSIBLE_NVFP4_KERNELS
 print("FOUND " + json.dumps(found))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=300
-    )
+    done = run_with_vllm("-c", script)
     lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
     assert lines, done.stderr[-2000:]
     found = json.loads(lines[0].removeprefix("FOUND "))

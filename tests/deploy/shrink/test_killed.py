@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+import signal
 from pathlib import Path
 
 import pytest
@@ -18,30 +16,28 @@ from taut_deploy.recorded_hashes import RECORD
 VOLATILE = ("compress_seconds", "validate_seconds", "finished_at", "recorded")
 
 
-def start(room, output: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
-    environment |= {"HF_HUB_OFFLINE": "1", "TAUT_HOME": str(room.path / "home")}
-    return subprocess.Popen(
-        [sys.executable, "-m", "taut_deploy", *room.command("middling", output)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=room.path,
-        env=environment,
-    )
+KILL_AT = """
+import signal
 
+class Killing:
+    \"\"\"Standard error that kills the process as soon as it has said a line that begins so.\"\"\"
 
-def kill_at(process: subprocess.Popen[str], line: str) -> None:
-    """Kill the run as soon as it has said ``line``."""
-    assert process.stderr is not None
-    said = []
-    for told in process.stderr:
-        said.append(told)
-        if told.startswith(line):
-            process.kill()
-            process.communicate()
-            return
-    raise AssertionError(f"never said {line!r}: {''.join(said)}")
+    def __init__(self, stream):
+        self.stream, self.begun = stream, ""
+
+    def write(self, text):
+        self.stream.write(text)
+        self.stream.flush()
+        *lines, self.begun = (self.begun + text).split("\\n")
+        if any(line.startswith({line!r}) for line in lines):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return len(text)
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+sys.stderr = Killing(sys.stderr)
+"""
 
 
 def content(directory: Path) -> dict[str, bytes]:
@@ -76,9 +72,12 @@ def undisturbed(room, run):
 @pytest.mark.parametrize(
     "line", ["taut: w2: FAIL", "[1/2] w4: compressing model.layers.1", "[2/6] w8: compare"]
 )
-def test_a_killed_run_goes_on_and_ends_in_the_same_bytes(room, run, undisturbed, line):
+def test_a_killed_run_goes_on_and_ends_in_the_same_bytes(room, run, fork_taut, undisturbed, line):
     output = f"killed-{line[1]}-{line.split()[1].rstrip(':')}"
-    kill_at(start(room, output), line)
+    home = {"TAUT_HOME": str(room.path / "home")}
+    words = room.command("middling", output)
+    killed = fork_taut(room.path, *words, first=KILL_AT.format(line=line), env=home)
+    assert killed.returncode == -signal.SIGKILL, f"never said {line!r}: {killed.stderr}"
     done = [entry["name"] for entry in room.ledger(output)]
     before = (room.path / output / "ledger.jsonl").read_bytes()
     code, _, err = run(*room.command("middling", output))

@@ -1,14 +1,12 @@
 """Run by test_engine_checkpoint.py: serve a checkpoint, print tokens and logprobs as JSON.
 
-Arguments: the checkpoint, the plugin's report, prompts as JSON. The engine runs in this process:
-one of its own would import vLLM once more, and that plugins work there is test_vllm_plugin.py's.
+Arguments: the checkpoint, the plugin's report, prompts as JSON. Run in a fork of a process that
+has vLLM imported (with_vllm.py), where the engine runs, too.
 """
 
 import json
 import os
 import sys
-
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 from vllm import LLM, SamplingParams
 

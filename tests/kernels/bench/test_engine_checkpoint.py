@@ -161,13 +161,12 @@ def _gold(directory: Path, scheme: str) -> Any:
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_an_engine_serves_the_checkpoint_on_our_kernel(
-    scheme: str, tmp_path: Path, run_checks: Any
+    scheme: str, tmp_path: Path, run_with_vllm: Any
 ) -> None:
     checkpoint, report = tmp_path / "c", tmp_path / "kernels.json"
     engine_checkpoint.write(checkpoint, scheme, SMALL)
-    serving = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_CI_ENV": "1", "HF_HUB_OFFLINE": "1"}
-    arguments = (str(checkpoint), str(report), json.dumps(PROMPTS))
-    process = run_checks(SERVE, *arguments, env=serving | {"TAUT_KERNELS": "require"})
+    arguments = (str(SERVE), str(checkpoint), str(report), json.dumps(PROMPTS))
+    process = run_with_vllm(*arguments, env={"TAUT_KERNELS": "require"})
     assert process.returncode == 0, (process.stdout + process.stderr)[-6000:]
     kernels = [choice["kernel"] for choice in json.loads(report.read_text())["layers"]]
     assert kernels == ["TautW4A16LinearKernel"] * 8

@@ -24,12 +24,12 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def found(run_python: Any) -> dict[str, Any]:
+def found(run_with_vllm: Any) -> dict[str, Any]:
     """Load and serve layers and models with Triton's compiler replaced by one that counts."""
     here = Path(__file__).parent
     path = [str(here), str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     script = str(here / "warm_up_forms.py")
-    process = run_python(script, env={"PYTHONPATH": os.pathsep.join(path)}, timeout=1500)
+    process = run_with_vllm(script, env={"PYTHONPATH": os.pathsep.join(path)}, timeout=1500)
     assert process.returncode == 0, process.stderr[-2000:]
     answer: dict[str, Any] = json.loads(process.stdout)
     return answer
