@@ -20,13 +20,24 @@ FFN = ("ffn_gate", "ffn_up", "ffn_down")
 NAMES = {"ffn_gate": "gate_proj", "ffn_up": "up_proj", "ffn_down": "down_proj"}
 # gguf rounds to these itself; by half a step of blocks of 32 whose largest weight is 0.5.
 ROUNDED = {
-    **{Kind.F32: 0.0, Kind.F16: 0.0, Kind.BF16: 0.0, Kind.Q8_0: 0.5 / 127 / 2},
-    **{Kind.Q5_0: 0.5 / 16, Kind.Q5_1: 1 / 31 / 2, Kind.Q4_0: 0.5 / 8, Kind.Q4_1: 1 / 15 / 2},
+    Kind.F32: 0.0,
+    Kind.F16: 0.0,
+    Kind.BF16: 0.0,
+    Kind.Q8_0: 0.5 / 127 / 2,
+    Kind.Q5_0: 0.5 / 16,
+    Kind.Q5_1: 1 / 31 / 2,
+    Kind.Q4_0: 0.5 / 8,
+    Kind.Q4_1: 1 / 15 / 2,
 }
 # Of these random codes are made; where in a block its fp16 factors are.
 FACTORS = {
-    **{Kind.Q2_K: (80, 82), Kind.Q3_K: (108,), Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2)},
-    **{Kind.Q6_K: (208,), Kind.IQ4_NL: (0,), Kind.IQ4_XS: (0,)},
+    Kind.Q2_K: (80, 82),
+    Kind.Q3_K: (108,),
+    Kind.Q4_K: (0, 2),
+    Kind.Q5_K: (0, 2),
+    Kind.Q6_K: (208,),
+    Kind.IQ4_NL: (0,),
+    Kind.IQ4_XS: (0,),
 }
 D = 2.0**-9
 
@@ -79,9 +90,7 @@ def fetched(tmp_path: Path, kind: Kind, raw: dict[str, np.ndarray]) -> dict[str,
 @pytest.mark.parametrize("kind", ROUNDED, ids=lambda kind: kind.name)
 def test_what_was_rounded_is_within_half_a_step(kind, tmp_path):
     random = np.random.default_rng(1)
-    weights = {
-        name: random.uniform(-0.5, 0.5, (WIDTH, WIDTH)).astype(np.float32) for name in FFN
-    }
+    weights = {name: random.uniform(-0.5, 0.5, (WIDTH, WIDTH)).astype(np.float32) for name in FFN}
     raw = {name: gguf.quants.quantize(value, kind) for name, value in weights.items()}
     for name, found in fetched(tmp_path, kind, raw).items():
         # bf16 keeps 8 bits; factors of blocks are fp16, 11 bits.
