@@ -5,6 +5,7 @@ manifest is not a checkpoint. ``files`` holds the sha256 of every other file exc
 log; ``validation`` is the only part that changes later.
 """
 
+import contextlib
 import json
 import os
 import stat
@@ -142,7 +143,7 @@ def seal(directory: Path, manifest: Manifest) -> Manifest:
     """
     hashes = RecordedHashes(directory, "full")
     names = [path.relative_to(directory).as_posix() for path in _content(directory)]
-    files = {name: hashes.sha256(name) for name in names}
+    files = dict(hashes.of(names))
     size = sum(path.stat().st_size for path in _content(directory))
     sealed = replace(manifest, files=files, bytes=size)
     write_json_atomically(directory / MANIFEST, asdict(sealed))
@@ -200,17 +201,19 @@ def verify(
     except ModelError as error:
         raise CheckpointError(str(error)) from error
     hashes = RecordedHashes(directory, verification)
-    for name, expected in sorted(manifest.files.items()):
-        path = directory / name
+    names = sorted(manifest.files)
+    for path in (directory / name for name in names):
         if not path.is_file():
             raise CheckpointError(
                 f"{path}: listed in {MANIFEST} but missing; compress the model again"
             )
-        if hashes.sha256(name) != expected:
-            raise CheckpointError(
-                f"{path}: its sha256 differs from {MANIFEST} (altered or cut short); "
-                "compress the model again"
-            )
+    with contextlib.closing(hashes.of(names)) as found:
+        for name, digest in found:
+            if digest != manifest.files[name]:
+                raise CheckpointError(
+                    f"{directory / name}: its sha256 differs from {MANIFEST} (altered or cut "
+                    "short); compress the model again"
+                )
     require_nothing_else(directory, manifest)
     keep(hashes, directory, say)
     return manifest

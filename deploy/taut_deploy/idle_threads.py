@@ -7,7 +7,8 @@ sequence of 256 tokens on two busy cores that take 1.3 with sleeping threads.
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -26,6 +27,26 @@ def let_threads_sleep() -> None:
     if _LIBRARY in sys.modules or any(isinstance(one, _Finder) for one in sys.meta_path):
         return
     sys.meta_path.insert(0, _Finder())
+
+
+@contextmanager
+def sleeping() -> Iterator[None]:
+    """Let what loads torch meanwhile do so: this process, or one that begins and computes.
+
+    What a user has chosen stays.
+    """
+    if any(os.environ.get(name) for name in _CHOICES):
+        yield
+        return
+    before = os.environ.get(_POLICY)
+    os.environ[_POLICY] = "passive"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_POLICY]
+        else:
+            os.environ[_POLICY] = before
 
 
 class _Finder(MetaPathFinder):
@@ -57,15 +78,5 @@ class _Loader(Loader):
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
-        if any(os.environ.get(name) for name in _CHOICES):
+        with sleeping():
             self._loader.exec_module(module)
-            return
-        before = os.environ.get(_POLICY)
-        os.environ[_POLICY] = "passive"
-        try:
-            self._loader.exec_module(module)
-        finally:
-            if before is None:
-                del os.environ[_POLICY]
-            else:
-                os.environ[_POLICY] = before

@@ -10,6 +10,7 @@ nobody from them.
 import json
 import os
 import time
+from collections.abc import Generator, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -18,7 +19,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from taut_deploy.documents import read_json
 from taut_deploy.errors import CheckpointError, OutputError
-from taut_deploy.files import sha256_open, write_json_atomically
+from taut_deploy.files import in_order, sha256_open, write_json_atomically
 
 Verification = Literal["recorded", "full"]
 """Trust the record where it fits, or read every file."""
@@ -84,10 +85,32 @@ class RecordedHashes:
         Raises:
             OSError: it cannot be read.
         """
+        return dict(self.of([name]))[name]
+
+    def of(self, names: Iterable[str]) -> Generator[tuple[str, str], None, None]:
+        """Each file with its hex digest, in the order given; several are read at once.
+
+        Args:
+            names: of files, relative to the directory.
+
+        Raises:
+            OSError: one cannot be read.
+        """
+        with in_order(self._found, names) as found:
+            for name, (digest, hashed, read) in found:
+                kept = self._kept.get(name)
+                if hashed is not None:
+                    self._known[name] = hashed
+                self.read_bytes += read
+                if kept is not None and kept.sha256 != digest:
+                    self.changed.append(name)
+                yield name, digest
+
+    def _found(self, name: str) -> tuple[str, _Hashed | None, int]:
+        """A file's digest, what to keep of it, and how many bytes were read for that."""
         path, kept = self._directory / name, self._kept.get(name)
         if kept is not None and not self._full and kept == self._as_of(path.stat(), kept.sha256):
-            self._known[name] = kept
-            return kept.sha256
+            return kept.sha256, kept, 0
         with path.open("rb") as file:
             before = os.fstat(file.fileno())
             _let_tick_pass(before)
@@ -95,12 +118,8 @@ class RecordedHashes:
             after = os.fstat(file.fileno())
         hashed = self._as_of(after, digest)
         # Of a file that is being written nothing is kept.
-        if hashed == self._as_of(before, digest):
-            self._known[name] = hashed
-        self.read_bytes += after.st_size
-        if kept is not None and kept.sha256 != digest:
-            self.changed.append(name)
-        return digest
+        whole = hashed == self._as_of(before, digest)
+        return digest, hashed if whole else None, after.st_size
 
     def save(self) -> str | None:
         """Keep what was asked for, and nothing else, for the next time.

@@ -1,4 +1,4 @@
-"""OpenMP's threads sleep while they wait, where nobody chose otherwise and in no child process."""
+"""OpenMP's threads sleep while they wait, where nobody chose otherwise; not in what serves."""
 
 import os
 import subprocess
@@ -22,13 +22,20 @@ cli.app.command(name="load")(load)
 cli.main(["load"])
 """
 
+PROCESSES = """
+from taut_deploy.compress.child_process import context_for
 
-def settings_of(**chosen: str) -> tuple[str, str]:
-    """What libgomp says it goes by in a command that imports torch, and what a child would see."""
+with context_for(["cpu", "cpu"]).Pool(1) as pool:
+    print(pool.apply(eval, ("__import__('torch').ones(2).sum().item()",)))
+"""
+
+
+def settings_of(program: str = COMMAND, **chosen: str) -> tuple[str, str]:
+    """What libgomp says it goes by where a program loads torch, and the program's first word."""
     environment = {name: text for name, text in os.environ.items() if name not in CHOICES}
     environment |= {"OMP_DISPLAY_ENV": "verbose", "PYTHONSAFEPATH": "1", **chosen}
     done = subprocess.run(
-        [sys.executable, "-c", COMMAND],
+        [sys.executable, "-c", program],
         env=environment,
         capture_output=True,
         text=True,
@@ -51,3 +58,12 @@ def test_what_a_user_has_chosen_stays(name: str) -> None:
     assert "GOMP_SPINCOUNT = '" in said, said
     assert "GOMP_SPINCOUNT = '0'" not in said, said
     assert seen == (repr(chosen) if name == "OMP_WAIT_POLICY" else "None")
+
+
+def test_processes_of_a_run_have_threads_that_sleep_too() -> None:
+    """Each of a training's processes on a CPU has several of them on a large machine."""
+    said, _ = settings_of(PROCESSES)
+    assert "GOMP_SPINCOUNT = '0'" in said, said
+    assert said.count("GOMP_SPINCOUNT = '") == 1, "one process loads torch for all"
+    said, _ = settings_of(PROCESSES, GOMP_SPINCOUNT="7")
+    assert "GOMP_SPINCOUNT = '7'" in said, said

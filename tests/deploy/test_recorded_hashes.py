@@ -64,6 +64,34 @@ def test_a_sealed_checkpoint_is_not_read_again(checkpoint, read):  # noqa: F811
     assert set(read) == ALL
 
 
+def test_several_files_are_hashed_at_once(checkpoint, monkeypatch):  # noqa: F811
+    """Two readers meet in the middle of their files; alone, each would wait in vain."""
+    meeting = threading.Barrier(2, timeout=30)
+    real = recorded_hashes.sha256_open
+    large = {"model-00001-of-00002.safetensors", SHARD}
+
+    def met(file):
+        if Path(file.name).name in large:
+            meeting.wait()
+        return real(file)
+
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(recorded_hashes, "sha256_open", met)
+    assert set(verify(checkpoint, "full").files) == ALL
+    sealed = seal(checkpoint, read_manifest(checkpoint))
+    assert sealed.files == {
+        name: hashlib.sha256((checkpoint / name).read_bytes()).hexdigest() for name in ALL
+    }
+
+
+def test_the_first_of_several_altered_files_is_named(checkpoint):  # noqa: F811
+    for name in ALL - {"config.json"}:
+        flip(checkpoint / name)
+    for _ in range(3):
+        with pytest.raises(CheckpointError, match=r"model-00001-of-00002.*its sha256 differs"):
+            verify(checkpoint, "full")
+
+
 def test_the_record_holds_the_hash_of_each_file_and_is_readable_by_all(checkpoint):  # noqa: F811
     (checkpoint / RECORD).unlink()
     before = os.umask(0o077)

@@ -152,6 +152,11 @@ EXPERTS: dict[str, tuple[str, dict[str, Any], str]] = {
     "qwen3_next": ("qwen3_next", DELTA, "model.layers.1.mlp.experts.3.down_proj"),
 }
 
+# Whose experts stay in one tensor, and so dense.
+STACKED: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt_oss": ("gpt_oss", {**MOE, "head_dim": 32, "sliding_window": 16}),
+}
+
 # Published under another name than transformers' class, and vLLM has a class of that name.
 PUBLISHED_AS = {"phimoe": "PhiMoEForCausalLM"}
 
@@ -187,9 +192,10 @@ def write_family(path: Path, family: str) -> Path:
 
     Args:
         path: directory to make.
-        family: of :data:`FAMILIES`, :data:`EXPERTS` or :data:`VISION`.
+        family: of :data:`FAMILIES`, :data:`EXPERTS`, :data:`STACKED` or :data:`VISION`.
     """
-    model_type, settings = FAMILIES.get(family) or VISION.get(family) or EXPERTS[family][:2]
+    plain = {**FAMILIES, **STACKED, **VISION}
+    model_type, settings = plain.get(family) or EXPERTS[family][:2]
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **settings)
     build = AutoModelForImageTextToText if family in VISION else AutoModelForCausalLM

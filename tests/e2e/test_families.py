@@ -15,7 +15,7 @@ import pytest
 import torch
 from stood_for import load_whole, plain_copy
 from tiny_answer import NEW_TOKENS, PROMPTS
-from tiny_families import EXPERTS, FAMILIES, write_family
+from tiny_families import EXPERTS, FAMILIES, STACKED, write_family
 from tiny_minicpm import AS_GRANITE, write_minicpm
 from tiny_models import edit_json, job_for, recipe_data, write_calibration_text
 
@@ -31,8 +31,8 @@ USUAL = "gpt2,mixtral,falcon with alibi"
 ASKED = os.environ.get("TAUT_FAMILIES", USUAL)
 # transformers' layers hold these weights transposed.
 TURNED = {"gpt2"}
-# Their experts are stacked in transformers, one by one in files.
-STACKED = {"llama4"}
+# Their experts are stacked in transformers; Llama 4's are one by one in files.
+IN_ONE_TENSOR = {"llama4", *STACKED}
 # vLLM 0.32 answers otherwise than transformers for the dense model just as much (phimoe: NaN).
 UNLIKE = {"gpt_neox", "phimoe"}
 # Heads of this tiny size are not ones that its latent attention has on a CPU.
@@ -48,7 +48,7 @@ NEAR = 0.05
 
 
 def asked() -> list[str]:
-    known = [*FAMILIES, *EXPERTS]
+    known = [*FAMILIES, *EXPERTS, *STACKED]
     return known if ASKED == "all" else [name for name in ASKED.split(",") if name != "minicpm"]
 
 
@@ -69,7 +69,7 @@ def test_vllm_says_what_the_multiplied_out_weights_say(family, run_with_vllm, tm
             data["ignore"] = ["*.experts.*"]
     driver.compress(job_for(model, data, tmp_path / "out"))
     judged = tmp_path / "out"
-    if family not in STACKED:
+    if family not in IN_ONE_TENSOR:
         judged = plain_copy(judged, tmp_path / "plain", 4, turned=family in TURNED)
     compare(family, load_whole(judged), tmp_path / "out", run_with_vllm, tmp_path / "answer.json")
 

@@ -10,16 +10,20 @@ from taut_deploy.validate.checkpoint_tokenizer import CheckpointTokenizer
 from taut_deploy.validate.text import tokenize_file
 
 
-def parser_of(description: str | None, sequences: int) -> argparse.ArgumentParser:
+def parser_of(
+    description: str | None, sequences: int, *, calibrated: bool = True
+) -> argparse.ArgumentParser:
     """A parser for the model's directory, both texts, and sequences and their length.
 
     Args:
         description: of the script.
         sequences: unless others are asked for.
+        calibrated: whether it takes a text of its own to calibrate on.
     """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--calibration", type=Path, required=True)
+    if calibrated:
+        parser.add_argument("--calibration", type=Path, required=True)
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--sequences", type=int, default=sequences)
     parser.add_argument("--sequence-length", type=int, default=512)

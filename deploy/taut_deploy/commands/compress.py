@@ -1,5 +1,7 @@
 """``taut compress``."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,7 +20,7 @@ from taut_deploy.commands.options import (
     TrustRemoteCodeFlag,
 )
 from taut_deploy.commands.output import made_checkpoint, megabytes, print_json
-from taut_deploy.errors import OutputError, RecipeError
+from taut_deploy.errors import ModelError, OutputError, RecipeError
 from taut_deploy.files import checked_output
 from taut_deploy.home import TautHome
 from taut_deploy.progress import progress_reporter
@@ -87,7 +89,7 @@ def compress(
     record = fetch_model(home, model, trust_remote_code=trust_remote_code)
     # Seconds of imports, which no mistake above waits for.
     from taut_deploy.compress import pipeline
-    from taut_deploy.compress.job import CompressionJob
+    from taut_deploy.compress.job import CompressionJob, found_at_output
     from taut_deploy.compress.pipeline_plan import plan as make_plan
 
     job = CompressionJob(
@@ -102,12 +104,27 @@ def compress(
         sharing.workers,
         devices,
     )
-    if plan:
-        _print_plan(make_plan(job, served_by), as_json)
-        return
-    with progress_reporter(quiet=as_json) as report:
-        manifest = pipeline.compress(job, report)
+    with _recipe_named(recipe):
+        if plan:
+            if output is not None:
+                found_at_output(job)  # refuses what a run would
+            _print_plan(make_plan(job, served_by), as_json)
+            return
+        with progress_reporter(quiet=as_json) as report:
+            manifest = pipeline.compress(job, report)
     _print_summary(job.output, record.bytes, manifest, as_json)
+
+
+@contextmanager
+def _recipe_named(reference: str) -> Iterator[None]:
+    """Let an error that begins with a recipe's key begin with the recipe."""
+    try:
+        yield
+    except (ModelError, RecipeError) as error:
+        key = str(error).partition(":")[0].partition(".")[0]
+        if key not in Recipe.model_fields:
+            raise
+        raise type(error)(f"{reference}: {error}") from error
 
 
 def _shared(recipe: Recipe, options: SharingOptions) -> tuple[str, tuple[str, ...]]:

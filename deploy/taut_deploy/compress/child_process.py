@@ -4,7 +4,10 @@ import multiprocessing
 import os
 import threading
 from collections.abc import Callable, Iterable
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, SpawnContext
+
+from taut_deploy.idle_threads import sleeping
 
 # What takes most of a process's first seconds; of this package, so that it can be imported there.
 _IMPORTED = ("taut_deploy.compress.driver", "taut_deploy.compress.train.distil")
@@ -25,6 +28,8 @@ def context_for(devices: Iterable[str]) -> ForkServerContext | SpawnContext:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(_IMPORTED))
+    with sleeping():
+        forkserver.ensure_running()
     return context
 
 

@@ -52,7 +52,7 @@ class CompressionJob:
     devices: tuple[str, ...] = ()
 
 
-def finished_checkpoint(job: CompressionJob) -> Manifest | None:
+def found_at_output(job: CompressionJob) -> Manifest | None:
     """The finished checkpoint if it is this very one, None if nothing is there.
 
     Raises:
@@ -76,12 +76,24 @@ def finished_checkpoint(job: CompressionJob) -> Manifest | None:
         and manifest.base_model.get("digest") == job.model.digest
         and (text is None or text in str(manifest.calibration.get("description")))
     ):
-        remove_leftovers(job.output)
         return manifest
     raise OutputError(
         f"{job.output}: holds a checkpoint of {manifest.base_model.get('name')} by recipe "
         f"{manifest.recipe.get('name')!r}; choose another --output or remove it"
     )
+
+
+def finished_checkpoint(job: CompressionJob) -> Manifest | None:
+    """What :func:`found_at_output` finds; what a run that was killed at its end left goes.
+
+    Raises:
+        OutputError: the output is something else.
+        CheckpointError: the manifest there cannot be read.
+    """
+    manifest = found_at_output(job)
+    if manifest is not None:
+        remove_leftovers(job.output)
+    return manifest
 
 
 def open_stream(job: CompressionJob) -> StreamedModel:

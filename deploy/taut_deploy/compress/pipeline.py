@@ -16,6 +16,7 @@ from taut_deploy.compress import driver
 from taut_deploy.compress.equalize.rotate_model import rotate_model
 from taut_deploy.compress.job import CompressionJob, fingerprint, finished_checkpoint
 from taut_deploy.compress.pipeline_plan import plan
+from taut_deploy.compress.shrink.axes import named_as_keys
 from taut_deploy.compress.shrink.shrink import ShrinkJob, shrink
 from taut_deploy.compress.train.distil import DistilJob, distil
 from taut_deploy.compress.train.text import describe_sources
@@ -154,20 +155,21 @@ class _Run:
     def _slim(self, stage: Slim) -> _Make:
         def run(model: ModelRecord, output: Path, progress: Progress) -> Manifest:
             job, settings = self._job, self._job.recipe.calibration
-            return shrink(
-                ShrinkJob(
-                    model,
-                    output,
-                    stage.shares,
-                    settings.texts,
-                    job.cache,
-                    settings.sequences,
-                    settings.sequence_length,
-                    job.device,
-                    job.trust_remote_code,
-                ),
-                progress,
-            )
+            with named_as_keys():
+                return shrink(
+                    ShrinkJob(
+                        model,
+                        output,
+                        stage.shares,
+                        settings.texts,
+                        job.cache,
+                        settings.sequences,
+                        settings.sequence_length,
+                        job.device,
+                        job.trust_remote_code,
+                    ),
+                    progress,
+                )
 
         return run
 

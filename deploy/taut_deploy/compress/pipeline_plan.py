@@ -15,7 +15,7 @@ from taut_deploy.compress.formats.protocol import WeightFormat
 from taut_deploy.compress.job import CompressionJob, compute_dtype, open_stream, stored_dtype
 from taut_deploy.compress.plan import CompressionPlan, LayerPlan, layer_plan
 from taut_deploy.compress.resolve import resolve
-from taut_deploy.compress.shrink.axes import AXES, keep_blocks, target_of
+from taut_deploy.compress.shrink.axes import AXES, keep_blocks, named_as_keys, target_of
 from taut_deploy.compress.shrink.cut import require_cuttable
 from taut_deploy.compress.shrink.importance import decoder_of
 from taut_deploy.compress.shrink.shrink import require_dense
@@ -162,8 +162,9 @@ def _slimmed(job: CompressionJob, slims: list[Slim]) -> Any:
     smaller = empty_model(config, stored_dtype(directory), trust_remote_code=trusted)
     for stage in slims:
         for axis in (axis for axis in AXES if axis in stage.shares):
-            target = target_of(config, axis, stage.shares[axis])
-            require_cuttable(smaller, target)
+            with named_as_keys():
+                target = target_of(config, axis, stage.shares[axis])
+                require_cuttable(smaller, target)
             config = target.config
             if axis == "depth":
                 config = keep_blocks(config, target.before, list(range(target.after)))

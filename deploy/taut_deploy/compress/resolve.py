@@ -63,7 +63,7 @@ def resolve(
         if not picked:
             raise RecipeError(_nothing_to_do(stage, index, recipe))
         for name in picked:
-            _require_once(recipe, chosen[name], stage, name)
+            _require_once(recipe, chosen[name], index, name)
             _require_possible(stage, name, shapes[name])
             _require_zeros_kept(recipe, chosen[name], stage, name)
             chosen[name].append(index)
@@ -119,7 +119,8 @@ def _nothing_to_do(stage: StageModel, index: int, recipe: Recipe) -> str:
     )
 
 
-def _require_once(recipe: Recipe, before: list[int], stage: StageModel, name: str) -> None:
+def _require_once(recipe: Recipe, before: list[int], index: int, name: str) -> None:
+    stage = recipe.stages[index]
     for earlier in before:
         other = recipe.stages[earlier]
         both_store = other.order is Order.STORE and stage.order is Order.STORE
@@ -127,7 +128,7 @@ def _require_once(recipe: Recipe, before: list[int], stage: StageModel, name: st
             what = "stored" if both_store else "treated"
             raise RecipeError(
                 f"stages: {name} is {what} twice, by {recipe.place(earlier)} and "
-                f"{recipe.place(recipe.stages.index(stage))}; part them with 'layers' and 'ignore'"
+                f"{recipe.place(index)}; part them with 'layers' and 'ignore'"
             )
 
 

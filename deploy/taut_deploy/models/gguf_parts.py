@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from taut_deploy.errors import ModelError
-from taut_deploy.files import digest_of_hashes, require_free_space, sha256_file
+from taut_deploy.files import digest_of_hashes, require_free_space, sha256_files
 from taut_deploy.models.gguf_header import GgufHeader, read_header
 
 _NAMED = re.compile(r"(?P<name>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})", re.DOTALL)
@@ -68,7 +68,7 @@ def digest_of_parts(path: Path) -> str:
     Raises:
         ModelError: see :func:`parts_of`.
     """
-    hashes = {part.name: sha256_file(part) for part in parts_of(path)}
+    hashes = {part.name: found for part, found in sha256_files(parts_of(path)).items()}
     return f"sha256:{hashes[path.name]}" if len(hashes) == 1 else digest_of_hashes(hashes)
 
 

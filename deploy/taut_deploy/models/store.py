@@ -23,7 +23,7 @@ from taut_deploy.files import (
     digest_of_hashes,
     disk_errors_named,
     fsync_path,
-    sha256_file,
+    sha256_files,
     write_json_atomically,
 )
 from taut_deploy.models.catalog import CATALOG, PackagedGguf
@@ -127,7 +127,7 @@ class ModelStore:
             pickles = pickled_files(path)
             if not pickles:
                 return describe_directory(path)
-            digest = digest_of_hashes({file.name: sha256_file(file) for file in pickles})
+            digest = digest_of_hashes({one.name: sha for one, sha in sha256_files(pickles).items()})
             name = checked_name(path.resolve().name, str(path))
             return self._materialise(name, f"pickle {digest}", path.absolute(), force=force)
         if reference in CATALOG:
@@ -308,7 +308,7 @@ def describe_directory(directory: Path, hashes: RecordedHashes | None = None) ->
     return ModelRecord(
         name=directory.resolve().name,
         path=str(directory.resolve()),
-        digest=digest_of_hashes({name: hashes.sha256(name) for name in names}),
+        digest=digest_of_hashes(dict(hashes.of(names))),
         bytes=sum((directory / name).stat().st_size for name in names),
         source="local directory",
     )

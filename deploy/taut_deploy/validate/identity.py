@@ -10,7 +10,7 @@ import torch
 
 from taut_deploy.checkpoint import MANIFEST, is_checkpoint, read_manifest, require_nothing_else
 from taut_deploy.errors import CheckpointError
-from taut_deploy.files import VOLATILE_FILES, digest_of_hashes, sha256_file
+from taut_deploy.files import VOLATILE_FILES, digest_of_hashes, sha256_file, sha256_files
 from taut_deploy.host import cpu_name
 from taut_deploy.validate.errors import CouldNotValidateError
 
@@ -32,7 +32,8 @@ def directory_identity(path: Path, role: str) -> dict[str, Any]:
         CouldNotValidateError: the manifest is unreadable, or a file is not the one it lists.
     """
     files = [file for file in sorted(path.rglob("*")) if file.is_file() and _counts(file, path)]
-    hashes = {file.relative_to(path).as_posix(): sha256_file(file) for file in files}
+    found = sha256_files(files)
+    hashes = {file.relative_to(path).as_posix(): digest for file, digest in found.items()}
     identity: dict[str, Any] = {
         "kind": "directory",
         "path": str(path),

@@ -110,9 +110,12 @@ def read_text_file(path: Path) -> str:
     """The text of a calibration file.
 
     Raises:
-        RecipeError: if it is not readable text.
+        RecipeError: if it is not readable text, or holds none.
     """
     try:
-        return path.read_bytes().decode()
+        text = path.read_bytes().decode()
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"calibration.path: cannot read {path} as UTF-8 text") from error
+    if not text.strip():
+        raise RecipeError(f"calibration.path: {path} is empty, or holds nothing but white space")
+    return text

@@ -6,6 +6,9 @@ configuration are compared, and a dimension that differs is the one to cut.
 
 import copy
 import math
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,6 +19,7 @@ from taut_deploy.errors import ModelError
 Axis = Literal["depth", "heads", "ffn", "experts", "hidden"]
 # Blocks first: what is dropped whole needs no cutting. Hidden channels last: all others read them.
 AXES: tuple[Axis, ...] = ("depth", "heads", "ffn", "experts", "hidden")
+_FLAG = re.compile(rf"--({'|'.join(AXES)})\b")
 # What configurations call the number of routed experts of a block; those present say the same.
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _ROUND = 64
@@ -66,6 +70,18 @@ def target_of(config: Any, axis: Axis, share: float) -> Target:
             f"--{axis} {share}: leaves all {target.before} units; give a smaller share"
         )
     return target
+
+
+@contextmanager
+def named_as_keys() -> Iterator[None]:
+    """Let errors name the keys of a recipe's stage where they name flags of ``taut slim``."""
+    try:
+        yield
+    except ModelError as error:
+        told = _FLAG.sub(r"stages.slim.\1", str(error))
+        if told == str(error):
+            raise
+        raise ModelError(told) from error
 
 
 def _target(config: Any, axis: Axis, share: float) -> Target:

@@ -4,6 +4,7 @@ GPT-2 and its kin use transformers' ``Conv1D``, which stores its weight [K, N]: 
 becomes an ``nn.Linear``, and its weight is turned when it is read and written.
 """
 
+import re
 from collections.abc import Iterator
 
 from torch import nn
@@ -36,6 +37,18 @@ def products_of_stack(name: str, module: nn.Module) -> list[str]:
         return []
     names = ExpertNames()
     return [f"{name}.0.{leaf}" for leaf in (names.gate, names.up, names.down)]
+
+
+def expression_of_stack(name: str) -> str:
+    """The names of :func:`products_of_stack` as one expression, for readers that rename layers.
+
+    vLLM's gpt-oss takes ``down_proj`` at a name's end for its own tensor's, in our list too;
+    expressions it leaves alone. What stands before the blocks' list differs between readers.
+    """
+    inner = re.search(r"[^.]+\.\d+\..*", name)
+    place = re.escape(name if inner is None else inner[0])
+    names = ExpertNames()
+    return rf"re:.*{place}\.0\.({names.gate}|{names.up}|{names.down})$"
 
 
 def _is_router(block: nn.Module, name: str, module: nn.Linear) -> bool:

@@ -24,7 +24,11 @@ from taut_deploy.compress.source.calls import (
     why_not_replayed,
 )
 from taut_deploy.compress.source.decoder import DecoderBlock, make_skeleton
-from taut_deploy.compress.source.linears import dense_products, products_of_stack
+from taut_deploy.compress.source.linears import (
+    dense_products,
+    expression_of_stack,
+    products_of_stack,
+)
 from taut_deploy.compress.source.names import Place
 from taut_deploy.compress.source.soundness import require_same_tensors, require_sound_values
 from taut_deploy.compress.source.weights import WeightReader
@@ -193,7 +197,12 @@ class StreamedModel:
         ]
         dense.sort(key=self._is_inner)
         spellings = ((name, self.stored_layer(name)) for name in dense)
-        return list(dict.fromkeys(name for pair in spellings for name in pair))
+        stacks = (
+            expression_of_stack(name)
+            for name, module in self.model.named_modules()
+            if products_of_stack(name, module)
+        )
+        return list(dict.fromkeys((*(one for pair in spellings for one in pair), *stacks)))
 
     @property
     def stacked_experts(self) -> list[str]:

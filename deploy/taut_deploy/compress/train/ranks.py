@@ -12,6 +12,7 @@ from typing import Any
 
 from taut_deploy.compress.child_process import context_for, end_with_parent
 from taut_deploy.errors import OutputError, TautError
+from taut_deploy.idle_threads import sleeping
 
 # (rank, devices, tell, what else) -> what rank 0 gives back
 RankFunction = Callable[..., Any]
@@ -51,7 +52,8 @@ def run_ranks(
                 listen, tell = context.Pipe(duplex=False)
                 arguments = (function, rank, tuple(devices), meeting, tell, tuple(given))
                 process: BaseProcess = context.Process(target=_enter, args=arguments, daemon=True)
-                process.start()
+                with sleeping():
+                    process.start()
                 tell.close()  # so that its end is seen here
                 processes.append(process)
                 pipes.append(listen)
