@@ -7,7 +7,7 @@ export PYTHONSAFEPATH := 1
 # The suite starts hundreds of Pythons: what one has compiled the next need not.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help serve test setup compiled chart chart-tools client-tools images release container-tools system-tools check lint types contracts aot test-gpu bench bench-gpu docs clean
+.PHONY: help serve test setup compiled chart chart-tools client-tools images release test-arm container-tools system-tools check lint types contracts aot test-gpu bench bench-gpu docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -45,6 +45,9 @@ images: setup container-tools ## container images gateway, worker-cpu, toolbox; 
 
 release: setup ## print what publishes images and chart, e.g. ARGS='--registry HOST/PATH'; with --push do it
 	@$(BIN)/python docker/release.py $(ARGS)
+
+test-arm: setup ## build and run the gateway's image for arm64, emulated where this is another machine: tens of minutes; ARGS go to pytest
+	@TAUT_TEST_ARM64=1 $(BIN)/pytest -m "" tests/images/test_arm64_image.py $(ARGS)
 
 chart: setup chart-tools ## the Helm chart: generated files current, lint, schemas, tests
 	@$(BIN)/python k8s/generate.py --check
