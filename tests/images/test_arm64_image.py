@@ -30,7 +30,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def built() -> str:
-    compiled = os.environ.get("TAUT_COMPILE", "1") == "1"
+    compiled = os.environ.get("TAUT_COMPILE") == "1"
     return foreign_image("gateway", PLATFORM, compiled=compiled)
 
 
@@ -62,7 +62,7 @@ def test_it_runs_without_rights(served: Gateway):
 
 
 def test_hot_path_is_what_the_build_says(served: Gateway):
-    wanted = "compiled" if os.environ.get("TAUT_COMPILE", "1") == "1" else "python"
+    wanted = "compiled" if os.environ.get("TAUT_COMPILE") == "1" else "python"
     status, body = call(served.port, "GET", "/version")
     assert (status, json.loads(body)["build"]) == (200, wanted)
 

@@ -41,7 +41,8 @@ class Reading:
     ``harm`` and ``noise`` are standard deviations added to its logits: harm is always the same at
     a place, noise differs from call to call. ``prefix`` stands before every prompt, as another
     chat template would. ``answer`` replaces an answer to a conversation or a prompt, ``calls_tool``
-    makes it the arguments of a call. ``delay_s`` is spent by ``sleep`` before a reading. With a ``temperature`` answers are drawn from the table.
+    makes it the arguments of a call. ``delay_s`` is spent by ``sleep`` before a reading. With a
+    ``temperature`` answers are drawn from the table.
     """
 
     harm: float = 0.0
