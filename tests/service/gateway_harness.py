@@ -144,7 +144,7 @@ class Harness:
         data = json.dumps(body).encode() if isinstance(body, dict) else body
         client = await self.connect()
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(2 * HANGS_S):
                 await client.send(method, path, data, headers)
                 return await client.answer()
         finally:
