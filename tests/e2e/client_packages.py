@@ -12,8 +12,15 @@ from typing import Any
 import pytest
 
 _SHARE = Path(sys.prefix) / "share"
-_NEEDED = {"langchain": (), "guidellm": ("datasets",), "eval": ("datasets",)}
+_NEEDED = {
+    "langchain": (),
+    "guidellm": ("datasets",),
+    "eval": ("datasets",),
+    "genai-perf": ("datasets",),
+}
 """Further folders of each."""
+PERF_ANALYZER = _SHARE / "genai-perf" / "bin" / "perf_analyzer"
+"""What genai-perf sends requests with; it looks for it on the path."""
 _LANGCHAIN = """
 import json, os
 from langchain_openai import ChatOpenAI
@@ -35,7 +42,7 @@ def _needs(name: str) -> pytest.MarkDecorator:
     )
 
 
-needs_langchain, needs_guidellm, needs_lm_eval = map(_needs, _NEEDED)
+needs_langchain, needs_guidellm, needs_lm_eval, needs_genai_perf = map(_needs, _NEEDED)
 
 
 def python_path(name: str) -> str:
@@ -43,12 +50,13 @@ def python_path(name: str) -> str:
     return os.pathsep.join(map(str, _folders(name)))
 
 
-def run_client(name: str, *arguments: str, **variables: str) -> str:
+def run_client(name: str, *arguments: str, timeout_s: float = 200, **variables: str) -> str:
     """Run Python with a client's packages before all others; return what it prints.
 
     Args:
         name: of the client's folder.
         arguments: of Python.
+        timeout_s: after which it hangs.
         variables: of the environment.
     """
     done = subprocess.run(
@@ -56,7 +64,7 @@ def run_client(name: str, *arguments: str, **variables: str) -> str:
         env={**os.environ, "PYTHONPATH": python_path(name), "HF_HUB_OFFLINE": "1", **variables},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=timeout_s,
         check=False,
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]

@@ -19,7 +19,14 @@ from pathlib import Path
 import anthropic
 import openai
 import pytest
-from client_packages import needs_guidellm, needs_langchain, run_client, run_langchain
+from client_packages import (
+    PERF_ANALYZER,
+    needs_genai_perf,
+    needs_guidellm,
+    needs_langchain,
+    run_client,
+    run_langchain,
+)
 from node_sdk import needs_node_sdk, run_node
 from serving import MODEL, Served, post, status_of, wait_for
 
@@ -284,6 +291,35 @@ def test_guidellm_runs_as_it_is(served, base_model, tmp_path):
     totals = benchmark["metrics"]["request_totals"]
     assert (totals["successful"], totals["errored"]) == (4, 0)
     assert benchmark["metrics"]["output_token_count"]["successful"]["mean"] == 8
+
+
+@needs_genai_perf
+def test_genai_perf_runs_as_it_is(served, base_model, tmp_path):
+    if not PERF_ANALYZER.is_file():
+        pytest.skip("NO perf_analyzer HERE: genai-perf is NOT run; make client-tools")
+    options = {
+        "model": MODEL,
+        "tokenizer": str(base_model.path),
+        "url": served.url,
+        "endpoint-type": "chat",
+        "synthetic-input-tokens-mean": "16",
+        "output-tokens-mean": "8",
+        "num-dataset-entries": "4",
+        "request-count": "4",
+        "concurrency": "2",
+        "artifact-dir": str(tmp_path),
+    }
+    given = [word for name, value in options.items() for word in (f"--{name}", value)]
+    # vLLM says how many tokens, which its own tokenizer counts again: an answer may end before.
+    given += ["--streaming", "--extra-inputs", "ignore_eos:true"]
+    path = os.pathsep.join((str(PERF_ANALYZER.parent), os.environ["PATH"]))
+    module = ("-m", "genai_perf.main", "profile")
+    run_client("genai-perf", *module, *given, timeout_s=600, PATH=path)
+    (file,) = tmp_path.rglob("profile_export_genai_perf.json")
+    report = json.loads(file.read_text())
+    assert report["request_count"]["avg"] == 4
+    assert report["output_sequence_length"]["avg"] == pytest.approx(8, abs=1)
+    assert 0 < report["time_to_first_token"]["avg"] < report["request_latency"]["avg"]
 
 
 def test_vllm_s_own_bench_runs_as_it_is(served, base_model):

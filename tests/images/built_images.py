@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import fcntl
 import functools
+import importlib
 import importlib.util
 import json
 import os
@@ -55,6 +56,30 @@ def image(name: str) -> str:
     return pytest.fail(f"the image {name} cannot be built: {built}")
 
 
+def foreign_image(name: str, platform: str, *, compiled: bool) -> str:
+    """An image for another machine than this, built by emulating its programs: minutes.
+
+    Args:
+        name: ``gateway`` and so on.
+        platform: as Docker spells it.
+        compiled: whether the gateway's hot path is compiled, which takes most of the time.
+    """
+    build = build_module()
+    try:
+        build.require_runnable(platform)
+    except build.BuildError as error:
+        pytest.skip(f"NOT RUN, no image for {platform}: {error}")
+    here, base = engine(), base_image(platform)
+    wheels = here.storage / f"wheels-{platform.partition('/')[2]}"
+    with _lock(here.storage / "build.lock"):
+        build.download_wheels([name], wheels, platform=platform)
+        options = build.Options(
+            "buildah", base_image=base, wheels=wheels, platform=platform, compiled=compiled
+        )
+        here.run(*build.build_command(name, options), timeout_s=3600)
+    return f"localhost/{build.tag_of(name, platform)}"
+
+
 @functools.cache
 def _image(name: str) -> str | Exception:
     """An error is kept too, so that a broken image is not built again and again."""
@@ -73,31 +98,39 @@ def _image(name: str) -> str | Exception:
     return f"localhost/{build.tag_of(name)}"
 
 
-def base_image() -> str:
-    """A Debian with CPython 3.11, by debootstrap: no registry is asked for the official image."""
+def base_image(platform: str | None = None) -> str:
+    """A Debian with CPython 3.11, by debootstrap: no registry is asked for the official image.
+
+    Args:
+        platform: as Docker spells it; None for this machine's.
+    """
     here = engine()
+    architecture = platform.partition("/")[2] if platform else None
+    base = f"{_BASE}-{architecture}" if architecture else _BASE
     with _lock(here.storage / "build.lock"):
-        if here.podman("image", "exists", _BASE, check=False).returncode == 0:
-            return _BASE
+        if here.podman("image", "exists", base, check=False).returncode == 0:
+            return base
         if shutil.which("debootstrap") is None:
             pytest.skip("NOT RUN, no base image: no debootstrap (apt-get install debootstrap)")
         try:
-            _bootstrap(here)
+            _bootstrap(here, base, architecture)
         except EngineError as error:
             pytest.skip(f"NOT RUN, no base image: {error}")
-    return _BASE
+    return base
 
 
-def _bootstrap(here: Engine) -> None:
+def _bootstrap(here: Engine, base: str, architecture: str | None) -> None:
+    chosen = [f"--arch={architecture}"] if architecture else []
+    known_as = ["--arch", architecture] if architecture else []
     with tempfile.TemporaryDirectory(dir=here.storage) as folder:
         root, archive = Path(folder) / "root", Path(folder) / "base.tar"
-        command = ["debootstrap", "--variant=minbase", f"--include={_BASE_PACKAGES}"]
-        here.run(*command, "bookworm", root, *_debian_mirror(), timeout_s=900)
+        command = ["debootstrap", *chosen, "--variant=minbase", f"--include={_BASE_PACKAGES}"]
+        here.run(*command, "bookworm", root, *_debian_mirror(), timeout_s=3600)
         for left in ("var/cache/apt/archives/*.deb", "var/lib/apt/lists/*_*"):
             for path in root.glob(left):
                 path.unlink()
         here.run("tar", "-C", root, "-cf", archive, ".", timeout_s=300)
-        here.podman("import", archive, _BASE, timeout_s=300)
+        here.podman("import", *known_as, archive, base, timeout_s=300)
 
 
 def _debian_mirror() -> list[str]:
@@ -128,6 +161,13 @@ def build_module() -> ModuleType:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+@functools.cache
+def wheels_module() -> ModuleType:
+    """docker/locked_wheels.py, which lies beside docker/build.py."""
+    build_module()  # puts its folder on the path
+    return importlib.import_module("locked_wheels")
 
 
 @functools.cache

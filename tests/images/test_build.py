@@ -9,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from built_images import build_module, image
+from built_images import build_module, image, wheels_module
 from container_engine import REPOSITORY, engine, tool
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -19,8 +19,7 @@ SCRIPT = REPOSITORY / "docker" / "build.py"
 
 def locked(name: str) -> dict[str, str]:
     """Name and version of what a lock and those it includes hold."""
-    build = build_module()
-    files = build._with_included([REPOSITORY / "requirements" / f"{name}.txt"])
+    files = wheels_module().with_included([REPOSITORY / "requirements" / f"{name}.txt"])
     lines = [line for file in files for line in file.read_text().splitlines()]
     pins = [line.removesuffix(" \\").partition(" ;")[0] for line in lines if "==" in line]
     return {canonicalize_name(pin.split("==")[0]): pin.split("==")[1] for pin in pins}

@@ -5,64 +5,23 @@ from __future__ import annotations
 import json
 import tarfile
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import yaml
 from built_images import base_image, build_module, image
-from container_engine import Container, engine, wait_for
+from container_engine import engine, wait_for
+from gateway_container import HARDENED, Gateway, gateway
 from http_calls import call, stream
-from mock_worker import Faults, MockEngine, mock_worker
-
-from taut_deploy.ports import free_port
+from mock_worker import Faults
 
 pytestmark = pytest.mark.timeout(1800)  # the first test builds
 MIB = 1 << 20
 COMPLETION = {"model": "m", "prompt": "hello", "max_tokens": 8}
-HARDENED = (
-    *("--read-only", "--tmpfs", "/tmp", "--cap-drop", "all", "--memory", "256m"),
-    *("--security-opt", "no-new-privileges", "--pids-limit", "64", "--network", "host"),
-)
-
-
-@dataclass(frozen=True)
-class Gateway:
-    """A gateway in a container, in front of a mock worker on the host."""
-
-    container: Container
-    port: int
-    worker: MockEngine
-
-    def readiness(self) -> int:
-        return call(self.port, "GET", "/health/ready")[0]
-
-
-@contextmanager
-def gateway(folder: Path, faults: Faults | None = None) -> Iterator[Gateway]:
-    port = free_port()
-    with mock_worker(faults or Faults()) as worker:
-        model = {
-            "name": "m",
-            "max_model_len": 64,
-            "golden": {"prompt": "The capital of France is", "expected_text": " Paris"},
-            "workers": [{"name": "w0", "url": worker.url}],
-        }
-        path = folder / "gateway.yaml"
-        listen = {"host": "127.0.0.1", "port": port}
-        path.write_text(yaml.safe_dump({"listen": listen, "models": [model]}))
-        path.chmod(0o644)
-        mount = ("-v", f"{path}:/etc/taut/gateway.yaml:ro", "-e", f"TAUT_GATEWAY_PORT={port}")
-        with engine().container(image("gateway"), options=(*HARDENED, *mount)) as container:
-            running = Gateway(container, port, worker)
-            wait_for(lambda: running.readiness() == 200, 60, container.logs)
-            yield running
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    with gateway(tmp_path_factory.mktemp("gateway")) as running:
+    with gateway(image("gateway"), tmp_path_factory.mktemp("gateway")) as running:
         yield running
 
 
@@ -112,7 +71,7 @@ def test_health_check_is_one_word_and_tells_a_gateway_that_hangs(served: Gateway
 
 
 def test_stopped_gateway_finishes_a_stream_and_ends_with_0(tmp_path: Path):
-    with gateway(tmp_path, Faults(interval_s=0.1, tokens=40)) as running:
+    with gateway(image("gateway"), tmp_path, Faults(interval_s=0.1, tokens=40)) as running:
         events = stream(running.port, "/v1/completions", COMPLETION)
         first = next(events)
         engine().podman("kill", "--signal", "TERM", running.container.name)

@@ -144,7 +144,7 @@ class Harness:
         data = json.dumps(body).encode() if isinstance(body, dict) else body
         client = await self.connect()
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(2 * HANGS_S):
                 await client.send(method, path, data, headers)
                 return await client.answer()
         finally:
@@ -179,8 +179,8 @@ class Harness:
         }
 
 
-async def eventually(condition: Callable[[], Any], timeout_s: float = HANGS_S) -> None:
-    """Wait until a plain or async condition holds.
+async def eventually(condition: Callable[[], Any], timeout_s: float = HANGS_S) -> float:
+    """Wait until a plain or async condition holds; return the seconds that took, as counted.
 
     What counts is time in which this process could run: a machine that stands still for seconds
     moves every clock, so a turn counts as what it computed, or as STILL_S at most.
@@ -196,7 +196,7 @@ async def eventually(condition: Callable[[], Any], timeout_s: float = HANGS_S) -
             if asyncio.iscoroutine(result):
                 result = await result
             if result:
-                return
+                return counted
             await asyncio.sleep(0.005)
             computed = time.process_time() - computed
             counted += min(time.monotonic() - began, max(computed, STILL_S))

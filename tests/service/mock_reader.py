@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -41,7 +41,8 @@ class Reading:
     ``harm`` and ``noise`` are standard deviations added to its logits: harm is always the same at
     a place, noise differs from call to call. ``prefix`` stands before every prompt, as another
     chat template would. ``answer`` replaces an answer to a conversation or a prompt, ``calls_tool``
-    makes it the arguments of a call. With a ``temperature`` answers are drawn from the table.
+    makes it the arguments of a call. ``delay_s`` is spent by ``sleep`` before a reading. With a
+    ``temperature`` answers are drawn from the table.
     """
 
     harm: float = 0.0
@@ -57,6 +58,7 @@ class Reading:
     temperature: float | None = None
     finish_reason: str = "stop"
     seed: int = 0
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     calls: list[str] = field(default_factory=list)
 
 
@@ -102,7 +104,7 @@ class ReadingConversation(Conversation):
         reading = self.engine.reading
         assert body["max_tokens"] == 1
         if reading.delay_s:
-            await asyncio.sleep(reading.delay_s)
+            await reading.sleep(reading.delay_s)
         if reading.raw is not None:
             self.write(200, reading.raw)
             return

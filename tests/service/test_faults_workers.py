@@ -56,9 +56,10 @@ async def test_killing_a_worker_under_load_fails_no_whole_request(
 
 
 async def test_streams_of_a_killed_worker_end_in_an_error_event(tmp_path: Path) -> None:
-    async with house(tmp_path, engines=2, behaviour={"itl_s": 0.05, "chunks": 40}) as home:
+    async with house(tmp_path, engines=2, behaviour={"itl_s": 0.05, "chunks": 80}) as home:
         running = asyncio.create_task(streams(home, 40))
-        await asyncio.sleep(0.7)
+        first = "taut_time_to_first_token_seconds_count"
+        await eventually(lambda: home.gateway.total(first) == 40)
         lost = home.engines[0].state()["open"]
         assert lost > 0
         home.engines[0].signal(signal.SIGKILL)

@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import hashlib
-import time
+import statistics
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -29,9 +30,18 @@ def key(name: str, **fields: Any) -> dict[str, Any]:
 
 
 async def offer(
-    harness: Harness, per_s: float, seconds: float, name: str, seen: Counter[tuple[str, int]]
+    harness: Harness,
+    per_s: float,
+    seconds: float,
+    name: str,
+    seen: Counter[tuple[str, int]],
+    look: Callable[[], None] = lambda: None,
 ) -> list[int]:
-    """Send at a steady rate, whatever comes back; return every Retry-After."""
+    """Send at a steady rate, whatever comes back; return every Retry-After.
+
+    What a machine that stood still has missed is not made up for: the burst would be another load
+    than the one that is asked for.
+    """
     advice: list[int] = []
 
     async def one() -> None:
@@ -42,10 +52,10 @@ async def offer(
             advice.append(int(answer.headers["retry-after"]))
 
     tasks = []
-    began = time.perf_counter()
-    for i in range(int(per_s * seconds)):
-        await asyncio.sleep(max(0.0, began + i / per_s - time.perf_counter()))
+    for _ in range(int(per_s * seconds)):
         tasks.append(asyncio.create_task(one()))
+        await asyncio.sleep(1 / per_s)
+        look()
     await asyncio.gather(*tasks)
     return advice
 
@@ -57,21 +67,17 @@ async def test_ten_times_the_capacity_loses_no_goodput() -> None:
         gateway(settings_for(engine.url, admission=admission)) as harness,
     ):
         seen: Counter[tuple[str, int]] = Counter()
-        began = time.perf_counter()
-        advice = await offer(harness, 10 * CAPACITY_PER_S, SECONDS, "", seen)
-        seconds = time.perf_counter() - began
+        taken: list[int] = []
+        rate = 10 * CAPACITY_PER_S
+        advice = await offer(harness, rate, SECONDS, "", seen, lambda: taken.append(engine.running))
         assert {status for _, status in seen} == {200, 429}
-        goodput = seen["", 200] / seconds
-        assert goodput >= 0.9 * CAPACITY_PER_S * efficiency(seconds)
+        # Each place gives an answer every SERVICE_S: goodput is how many are taken, and that is
+        # the same on a machine that stands still meanwhile.
+        assert statistics.fmean(taken) >= 0.9 * PLACES
         assert engine.started == engine.completed == seen["", 200]
         assert all(1 <= after_s <= 5 for after_s in advice)
         controller = harness.app.reloader._admission.of(MODEL)
         assert (controller.inflight, controller.inflight_tokens, controller.queued) == (0, 0, 0)
-
-
-def efficiency(seconds: float) -> float:
-    """The part of the time in which the queue was not empty: all but the last service."""
-    return (seconds - SERVICE_S) / seconds
 
 
 async def test_flood_by_one_key_leaves_another_its_share() -> None:
@@ -112,7 +118,7 @@ async def test_memory_is_flat_under_overload() -> None:
     admission = {"max_inflight": 2, "max_queued": 4}
     keys = [key("a", requests_per_minute=100_000, tokens_per_minute=10_000_000)]
     async with (
-        MockEngine(Faults(latency_s=0.005)) as engine,
+        MockEngine(Faults(latency_s=0.05)) as engine,
         gateway(settings_for(engine.url, admission=admission, api_keys=keys)) as harness,
     ):
 

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -124,14 +124,31 @@ HARMS = {
 }
 
 
+@dataclass
+class Clock:
+    """What readings are timed with instead of the machine's: only delays move it."""
+
+    now: float = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    async def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
 @pytest.mark.parametrize("name", HARMS)
-async def test_each_harm_is_caught_by_its_measure(name: str) -> None:
+async def test_each_harm_is_caught_by_its_measure(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reading, *measures = HARMS[name]
-    slow = Reading(delay_s=0.1) if measures == ["slow"] else Reading()
+    clock = Clock()
+    monkeypatch.setattr("taut_service.guard.reader.time", clock)
     async with (
-        ReadingEngine(slow) as base,
-        ReadingEngine(reading) as small,
-        guarded(settings_of(small, base, concurrency=4)) as (harness, guard),
+        ReadingEngine(Reading(delay_s=0.1, sleep=clock.sleep)) as base,
+        ReadingEngine(replace(reading, sleep=clock.sleep)) as small,
+        # One at a time: each reading's delay is its own.
+        guarded(settings_of(small, base, concurrency=1)) as (harness, guard),
     ):
         for number in range(30):
             body = {"model": "m", "messages": [{"role": "user", "content": f"q {number}"}]}
