@@ -106,6 +106,8 @@ def choose_kernel(
         return THEIR_KERNEL, "; ".join(filter(None, (layer.obstacle, otherwise)))
     if (layer.name, engine.device) == ("W8A8", "cpu"):
         return _choose_int8_on_cpu(engine.mode)
+    if (layer.name, engine.device) == ("W8A16", "cpu"):
+        return _choose_eight_bit_weights_on_cpu(layer, shape, engine.mode)
     ours = _OUR_KERNEL.get((layer.name, engine.device))
     if ours is None:
         return THEIR_KERNEL, f"no taut kernel for {layer.name} on {engine.device} yet"
@@ -132,6 +134,21 @@ def _choose_int8_on_cpu(mode: str) -> tuple[str, str]:
     if mode == "off":
         return THEIR_KERNEL, f"REFUSED by taut worker: {wrong}"
     return "TautCPUInt8ScaledMMLinearKernel", wrong
+
+
+def _choose_eight_bit_weights_on_cpu(
+    layer: LayerScheme, shape: tuple[int, int], mode: str
+) -> tuple[str, str]:
+    """W8A16 on a CPU, for which vLLM has no kernel."""
+    from taut_kernels.for_deploy import why_not_packed
+
+    if mode == "off":
+        return _refused_without_plugin()
+    groups = 1 if layer.group_size == -1 else shape[1] // layer.group_size
+    if reason := why_not_packed(shape[1], groups, 8):
+        return "vLLM's bf16 product", f"{reason}: dequantised at load, no memory saved"
+    # Which of the two is measured as a worker starts; asking here would compile ours.
+    return "taut::weight_only_linear_cpu or vLLM's bf16, dequantised", ""
 
 
 def _choose_four_bit(

@@ -7,9 +7,10 @@ from taut_deploy import host
 
 Platform = Literal["cpu", "cuda"]
 
-# Schemes for which vLLM 0.32 lists no kernel on a CPU. It runs W4A8 there on W4A16's, which leaves
-# inputs as they are; what a worker then answers is compared like any other.
-_NOT_ON_CPU = frozenset({"W8A16", "W3A16", "W2A16", "W4AFP8", "NVFP4A16", "MXFP4A16"})
+# Schemes for which neither vLLM 0.32 nor taut's plugin has a kernel on a CPU. vLLM runs W4A8 there
+# on W4A16's, which leaves inputs as they are; what a worker then answers is compared like any
+# other.
+_NOT_ON_CPU = frozenset({"W3A16", "W2A16", "W4AFP8", "NVFP4A16", "MXFP4A16"})
 _WITH_AMX = "FP8-BLOCK"
 REFUSED = "REFUSED by taut worker"
 """What :mod:`taut_deploy.diagnose.kernel_choice` says of a layer that no worker would load."""

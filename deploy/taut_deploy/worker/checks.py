@@ -147,6 +147,27 @@ def check_tables(checkpoint: Path, platform: Platform, mode: str) -> None:
         )
 
 
+def check_eight_bit_weights(checkpoint: Path, platform: Platform, mode: str) -> None:
+    """Refuse W8A16 without our kernels on a CPU, where vLLM has none for it.
+
+    Args:
+        checkpoint: model directory.
+        platform: installed platform.
+        mode: value of ``TAUT_KERNELS``; with another than ``off`` our kernel takes such layers.
+
+    Raises:
+        WorkerError: with the reason and the way out.
+    """
+    if mode != "off" or platform != "cpu":
+        return
+    schemes = read_quantization(config_of(checkpoint)).groups
+    if any(scheme.name == "W8A16" and "Embedding" not in targets for targets, scheme in schemes):
+        raise WorkerError(
+            f"--kernels off: {checkpoint} has layers of 8-bit weights (W8A16), for which vLLM has "
+            "no kernel on a CPU; leave it out, and taut's product serves them"
+        )
+
+
 def check_int8(checkpoint: Path, platform: Platform, mode: str) -> None:
     """Refuse W8A8 without our kernels on a CPU where vLLM's int8 product is wrong.
 

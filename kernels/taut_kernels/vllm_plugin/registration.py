@@ -60,6 +60,14 @@ def _replace_int8() -> None:
         say("taut kernels: %s; W8A8 layers run on %s", reason, cpu_int8.OURS)
 
 
+def _insert_for_cpu() -> None:
+    """Put our kernels of 8-bit weights before vLLM's, which has none for 16-bit activations."""
+    from taut_kernels.vllm_plugin.cpu_eight_bits import TautCPUW8A16LinearKernel
+
+    compat.insert_first(TautCPUW8A16LinearKernel, kernel_selection, ("CPU",))
+    _replace_int8()
+
+
 def _refuse_wrong_int8(choices: list[selection.LayerChoice]) -> None:
     """Refuse a model whose int8 layers vLLM would multiply wrongly all the same.
 
@@ -95,7 +103,7 @@ def install(mode: str) -> None:
     taut_format.install()
     token_tables.install()
     if current_platform.is_cpu():
-        _replace_int8()
+        _insert_for_cpu()
         compiled_graph.allow_loading()
         model_inspection.inspect_here(model_registry)
 
