@@ -42,7 +42,7 @@ def why_not_served(schemes: Collection[str], kernels: Iterable[str], served_by: 
         return None
     lacking = sorted(_NOT_ON_CPU & set(schemes))
     if lacking:
-        return f"cannot be served: vLLM has no kernel for {' or '.join(lacking)} on a CPU"
+        return f"cannot be served: nothing here multiplies {' or '.join(lacking)} on a CPU"
     if _WITH_AMX in schemes and not _has_amx(served_by):
         return f"cannot be served: vLLM takes {_WITH_AMX} on a CPU with AMX alone"
     return None

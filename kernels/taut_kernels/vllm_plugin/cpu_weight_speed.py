@@ -24,7 +24,7 @@ Calls = Sequence[Callable[[], object]]
 
 
 def kept(name: str, measure: Callable[[], str | None]) -> str | None:
-    """Return the choice that an earlier start made for the same source and instructions, or make it.
+    """Return what an earlier start chose for the same source and instructions, else choose.
 
     Args:
         name: of the choice.

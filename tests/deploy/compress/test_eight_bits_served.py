@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from vllm_answers import PROMPTS, SCRIPT, answers_of, require_greedy
 
 from taut_deploy.compress import driver
+from taut_kernels.vllm_plugin import cpu_choice, cpu_weight_speed
 
 pytestmark = [
     pytest.mark.vllm,
@@ -96,20 +97,32 @@ def test_a_mixture_is_served_layer_by_layer(room, serve, tmp_path):
     assert kernels == {OURS, FOUR_BITS}
 
 
-def test_without_a_compiler_layers_are_dequantised_and_the_record_says_so(room, serve, tmp_path):
+@pytest.mark.parametrize(
+    ("compiler", "why"),
+    [
+        ("no-such-compiler", "no C++ compiler for cpu_linear.cpp"),
+        (None, "taut::weight_only_linear_cpu is not faster than bf16 on this CPU"),
+    ],
+)
+def test_where_our_product_cannot_serve_layers_are_dequantised(
+    compiler, why, room, serve, tmp_path, monkeypatch
+):
+    # What an earlier start found on a CPU where bf16 is faster.
+    monkeypatch.setattr(cpu_choice, "cache_dir", lambda: str(tmp_path / "cache"))
+    cpu_weight_speed.kept("int8-weights", lambda: None)
     checkpoint = compressed(room, tmp_path / "out", group_size=64)
     report = tmp_path / "record.json"
     done = serve(
         checkpoint,
         TAUT_KERNELS="prefer",
         TAUT_KERNELS_REPORT=str(report),
-        CXX="no-such-compiler",
         TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"),
+        **({} if compiler is None else {"CXX": compiler}),
     )
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).eval()
     for answer in answers_of(done):
         require_greedy(model, answer)
     reasons = {layer["reason"] for layer in json.loads(report.read_text())["layers"]}
     (reason,) = reasons
-    assert "no C++ compiler for cpu_linear.cpp" in reason
+    assert why in reason
     assert reason.endswith("dequantised at load, no memory saved")
