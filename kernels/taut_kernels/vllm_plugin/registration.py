@@ -60,12 +60,11 @@ def _replace_int8() -> None:
         say("taut kernels: %s; W8A8 layers run on %s", reason, cpu_int8.OURS)
 
 
-def _insert_for_cpu() -> None:
-    """Put our kernels of 8-bit weights before vLLM's, which has none for 16-bit activations."""
+def _insert_eight_bit_weights() -> None:
+    """Offer W8A16 on a CPU, for which vLLM has no kernel."""
     from taut_kernels.vllm_plugin.cpu_eight_bits import TautCPUW8A16LinearKernel
 
     compat.insert_first(TautCPUW8A16LinearKernel, kernel_selection, ("CPU",))
-    _replace_int8()
 
 
 def _refuse_wrong_int8(choices: list[selection.LayerChoice]) -> None:
@@ -95,6 +94,8 @@ def install(mode: str) -> None:
     """
     _make_our_log_lines_visible()
     allow_amx()
+    if current_platform.is_cpu():
+        _insert_eight_bit_weights()
     compat.insert_first(TautW4A16LinearKernel, kernel_selection)
     compat.insert_scaled_mm_first(TautInt8ScaledMMLinearKernel, kernel_selection, "INT8")
     compat.insert_scaled_mm_first(TautFP8ScaledMMLinearKernel, kernel_selection, "FP8")
@@ -103,7 +104,7 @@ def install(mode: str) -> None:
     taut_format.install()
     token_tables.install()
     if current_platform.is_cpu():
-        _insert_for_cpu()
+        _replace_int8()
         compiled_graph.allow_loading()
         model_inspection.inspect_here(model_registry)
 
