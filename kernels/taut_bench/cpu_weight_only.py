@@ -1,6 +1,7 @@
-"""A token's W4A16 products on one thread of this CPU: ours, torch's int4, bf16.
+"""A token's W4A16 or W8A16 products on one thread of this CPU: ours, torch's int4, bf16.
 
-Usage: ``OMP_NUM_THREADS=1 python -m taut_bench.cpu_weight_only [GROUP]``; groups of 64 by default.
+Usage: ``OMP_NUM_THREADS=1 python -m taut_bench.cpu_weight_only [GROUP [BITS]]``; groups of 64 and 4
+bits by default. Of 8 bits torch has no product.
 All products of SmolLM2-135M, 106 million weights (:mod:`.cpu_products`). Without AMX:
 ``ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16``; without AVX-512: ``ATEN_CPU_CAPABILITY=avx2
 ONEDNN_MAX_CPU_ISA=AVX2``.
@@ -29,8 +30,8 @@ def _scales(codes: Tensor, group: int) -> Tensor:
     return torch.full((len(codes), codes.shape[1] // group), 0.01, dtype=torch.bfloat16)
 
 
-def _ours(codes: Tensor, *, isa: Isa, group: int) -> Product:
-    packed, N = cpu_linear.pack(codes, _scales(codes, group), None, 4), len(codes)
+def _ours(codes: Tensor, *, isa: Isa, group: int, bits: int) -> Product:
+    packed, N = cpu_linear.pack(codes, _scales(codes, group), None, bits), len(codes)
     op = torch.ops.taut.weight_only_linear_cpu.default
     return lambda x: op(x, *packed, None, N, int(isa))
 
@@ -61,14 +62,19 @@ def main() -> None:
     """Print a line for each way: milliseconds at each number of tokens."""
     if (reason := cpu_linear.why_not_here()) is not None:
         sys.exit(f"taut's op cannot run here: {reason}")
-    group = int(sys.argv[1]) if len(sys.argv) > 1 else 64
+    given = [int(word) for word in sys.argv[1:]]
+    group, bits = given + [64, 4][len(given) :]
+    if bits not in cpu_linear.BITS:
+        sys.exit(f"BITS: there are 4 and 8, got {bits}")
     ways: dict[str, Callable[[Tensor], Product]] = {
-        f"ours, {isa.name}": partial(_ours, isa=isa, group=group)
+        f"ours, {isa.name}": partial(_ours, isa=isa, group=group, bits=bits)
         for isa in Isa
         if isa <= cpu_linear.best_isa()
     }
-    ways |= {"torch's int4": partial(_torch, group=group), "bf16 (vLLM)": _bf16}
-    cpu_products.compare(ways, 8, _TOKENS, 4 + 16 / group)
+    if bits == 4:
+        ways["torch's int4"] = partial(_torch, group=group)
+    ways["bf16 (vLLM)"] = _bf16
+    cpu_products.compare(ways, 1 << (bits - 1), _TOKENS, bits + 16 / group)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ scaled_mm_op,                 likewise for layers of 8 bits
 block_scaled_mm_op
 linear_kl,                    losses of training whose logits never exist as a whole
 linear_cross_entropy
+why_not_packed                which layers our product of 4- and 8-bit weights takes on a CPU
 codebook, layer_description,  how checkpoints of ``quant_method: "taut"`` are described and read
 low_rank_linear
 ============================  =====================================================================
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from taut_kernels.gemm.w4a16.verdict import remark as remark
     from taut_kernels.gemm.w4a16.weight_format import WeightFormat as WeightFormat
     from taut_kernels.gemm.w4a16.weight_format import of_layer as of_layer
+    from taut_kernels.gemm.weight_only.cpu_linear import why_not_packed as why_not_packed
     from taut_kernels.launch import measured_here as measured_here
     from taut_kernels.loss.linear_cross_entropy import (
         linear_cross_entropy as linear_cross_entropy,
@@ -62,6 +64,7 @@ _PLACES: dict[str, tuple[str, ...]] = {
     "formats.low_rank": ("low_rank_linear",),
     "gemm.w4a16.verdict": ("is_measured", "remark"),
     "gemm.w4a16.weight_format": ("WeightFormat", "of_layer"),
+    "gemm.weight_only.cpu_linear": ("why_not_packed",),
     "loss.linear_cross_entropy": ("linear_cross_entropy",),
     "loss.linear_kl": ("linear_kl",),
     "vllm_plugin": ("MODE_VARIABLE", "cache_key", "requested_mode"),

@@ -251,6 +251,29 @@ def test_four_bit_layers_of_others_are_ours(case, card, explain):
     assert explain(quantization)[QKV][0] == "taut::weight_only_linear_cpu or torch's int4"
 
 
+DEQUANTISED = ("vLLM's bf16 product", "dequantised at load, no memory saved")
+EIGHT_BITS = {
+    "channels": ({}, ("taut::weight_only_linear_cpu or vLLM's bf16, dequantised", "")),
+    "zero points": (
+        {"strategy": "group", "group_size": 128, "symmetric": False},
+        ("taut::weight_only_linear_cpu or vLLM's bf16, dequantised", ""),
+    ),
+    "groups of 16": ({"strategy": "group", "group_size": 16}, DEQUANTISED),
+}
+
+
+@pytest.mark.parametrize("case", EIGHT_BITS)
+def test_eight_bit_weights_are_ours_on_a_cpu(case, card, explain):
+    weights, (kernel, said) = EIGHT_BITS[case]
+    quantization = compressed(INT8_WEIGHTS | weights)
+    assert explain(quantization)[QKV] == (THEIRS, "no taut kernel for W8A16 on cuda yet")
+    card(None)
+    found = explain(quantization)[QKV]
+    assert found[0] == kernel and found[1].endswith(said)
+    card(None, "off")
+    assert explain(quantization)[QKV][1].startswith("REFUSED by taut worker")
+
+
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_groups_of_32_are_judged_by_rows_of_their_own(symmetric, card, explain, monkeypatch):
     small = compressed(INT4_WEIGHTS | {"group_size": 32, "symmetric": symmetric})

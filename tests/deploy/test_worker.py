@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from tiny_manifest import tiny_manifest
 from tiny_models import write_llama
 
@@ -20,6 +22,7 @@ from taut_deploy.models.store import RECORD_FILE, describe_directory
 from taut_deploy.worker import WorkerSpec, command_for, engine_options, launch
 from taut_deploy.worker import asked_for as asked_for_option
 from taut_deploy.worker.checks import (
+    check_eight_bit_weights,
     check_int8,
     check_kernels,
     check_own_format,
@@ -162,6 +165,34 @@ def test_int8_is_not_served_by_a_product_that_saturates(
         return
     with pytest.raises(WorkerError, match="--kernels off: it saturates; leave it out"):
         check_int8(model, platform, mode)
+
+
+@pytest.mark.parametrize(
+    ("layer", "platform", "mode", "message"),
+    [
+        ("mlp.down_proj", "cpu", "off", "^--kernels off: .* 8-bit weights .* leave it out"),
+        ("mlp.down_proj", "cpu", "prefer", None),
+        ("mlp.down_proj", "cuda", "off", None),
+        ("mlp.experts.0.down_proj", "cpu", "prefer", "experts of 8-bit weights .* on a GPU"),
+        ("mlp.experts.0.down_proj", "cuda", "prefer", None),
+    ],
+)
+def test_eight_bit_weights_are_served_by_who_can(layer, platform, mode, message, tmp_path):
+    weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+    group = {"targets": ["Linear"], "weights": weights}
+    entry = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": entry}))
+    name = f"model.layers.0.{layer}"
+    stored = {
+        f"{name}.weight_packed": torch.zeros(64, 8, dtype=torch.int32),
+        f"{name}.weight_scale": torch.ones(64, 1),
+    }
+    save_file(stored, tmp_path / "model.safetensors")
+    if message is None:
+        check_eight_bit_weights(tmp_path, platform, mode)
+        return
+    with pytest.raises(WorkerError, match=message):
+        check_eight_bit_weights(tmp_path, platform, mode)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""``taut bench rollout`` on real vLLM workers: a tiny random model, its W8A8, and a harmed one."""
+"""``taut bench rollout`` on real vLLM workers: a model, its W8A8, and a harmed copy of that.
+
+The model is a tiny random one, or, where long tests run, SmolLM2.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,13 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
-from serving import run_taut
+from serving import Served, run_taut
 from tiny_families import write_family
 from tiny_models import job_for, w8a8_data, write_calibration_text
 from validate_setup import WORDS
 
 from taut_deploy.compress import driver
+from taut_deploy.models import ModelRecord
 
 pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.timeout(1800)]
 SHARPER = 3.0
@@ -24,7 +28,6 @@ SHARPER = 3.0
 SECTIONS = {
     "guard": {"max_kl_excess_nats": 0.1, "max_disagreement_excess": 0.2, "max_slowdown": 20},
     "rollout": {
-        "steps": [0, 50, 100],
         "min_step_s": 2.0,
         "min_answers": 20,
         "min_tokens": 200,
@@ -49,21 +52,22 @@ def write_prompts(file: Path) -> Path:
     return file
 
 
-def test_w8a8_climbs_to_all_traffic_and_a_harmed_one_is_rolled_back(tmp_path: Path):
-    model = sharpened(write_family(tmp_path / "model", "llama"))
-    data = w8a8_data(write_calibration_text(tmp_path / "text.txt"))
-    driver.compress(job_for(model, data, tmp_path / "w8a8"))
-    (tmp_path / "sections.yaml").write_text(yaml.safe_dump(SECTIONS))
-    output = tmp_path / "out"
+def rehearse(model: Path, w8a8: Path, output: Path, steps: list[int], *more: object) -> None:
+    """Roll the W8A8 and a harmed copy of it out to clients; fail unless one climbs, one returns."""
+    sections = {**SECTIONS, "rollout": {**SECTIONS["rollout"], "steps": steps}}
+    (output.parent / "sections.yaml").write_text(yaml.safe_dump(sections))
     done = run_taut(
-        *("bench", "rollout", model, tmp_path / "w8a8"),
-        *("--prompts", write_prompts(tmp_path / "prompts.txt")),
-        *("--gateway", tmp_path / "sections.yaml", "--harm-factor", "2"),
-        *("--tokens", "32", "--limit-s", "300", "--output", output),
+        *("bench", "rollout", model, w8a8, *more),
+        *("--gateway", output.parent / "sections.yaml", "--harm-factor", "2"),
+        *("--tokens", "32", "--limit-s", "600", "--output", output),
         *("--", "--enforce-eager", "--max-num-seqs=16"),
-        timeout_s=1500,
+        timeout_s=1700,
     )
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    require_course(output)
+
+
+def require_course(output: Path) -> None:
     told = json.loads((output / "report.json").read_text())
     good, bad = told["rollouts"]["candidate"], told["rollouts"]["harmed"]
     assert (good["phase"], good["highest_percent"]) == ("complete", 100)
@@ -73,3 +77,18 @@ def test_w8a8_climbs_to_all_traffic_and_a_harmed_one_is_rolled_back(tmp_path: Pa
     verify = [sys.executable, "-m", "taut_service", "verify-audit", output / "rollout/audit.jsonl"]
     checked = subprocess.run(verify, capture_output=True, text=True, check=False, timeout=60)
     assert checked.returncode == 0 and told["audit"]["head"] in checked.stdout, checked.stderr
+
+
+def test_w8a8_climbs_to_all_traffic_and_a_harmed_one_is_rolled_back(tmp_path: Path):
+    model = sharpened(write_family(tmp_path / "model", "llama"))
+    data = w8a8_data(write_calibration_text(tmp_path / "text.txt"))
+    driver.compress(job_for(model, data, tmp_path / "w8a8"))
+    prompts = write_prompts(tmp_path / "prompts.txt")
+    rehearse(model, tmp_path / "w8a8", tmp_path / "out", [0, 50, 100], "--prompts", prompts)
+
+
+@pytest.mark.long  # the tiny model above takes the same way, by weights that mean nothing
+def test_smollm2_climbs_and_its_harmed_copy_is_rolled_back(
+    served: Served, base_model: ModelRecord, tmp_path: Path
+):
+    rehearse(Path(base_model.path), served.checkpoint, tmp_path / "out", [0, 100])

@@ -20,6 +20,7 @@ _OUR_KERNEL = {
 }
 THEIR_KERNEL = "vLLM's own"
 UNKNOWN_KERNEL = "not judged"
+_REFUSED = "REFUSED by taut worker"
 _EIGHT_BIT_CAPABILITY = (9, 0)
 CARDS = {"h100": "NVIDIA H100 80GB HBM3", "h200": "NVIDIA H200"}
 """Cards that can be asked about from anywhere, by the names torch has for them."""
@@ -98,14 +99,14 @@ def choose_kernel(
     if not layer.judged:
         return UNKNOWN_KERNEL, layer.obstacle or ""
     if ".experts." in name:
-        return THEIR_KERNEL, "one of many experts, which vLLM multiplies in one kernel of its own"
+        return _choose_experts(layer, engine)
     if layer.name in told.SERVED:
         return told.SERVED[layer.name] if engine.mode != "off" else _refused_without_plugin()
     if layer.obstacle is not None:
         otherwise = why_other_rounding(layer, engine.device, installed_vllm(engine.device))
         return THEIR_KERNEL, "; ".join(filter(None, (layer.obstacle, otherwise)))
-    if (layer.name, engine.device) == ("W8A8", "cpu"):
-        return _choose_int8_on_cpu(engine.mode)
+    if layer.name in ("W8A8", "W8A16") and engine.device == "cpu":
+        return _choose_eight_bits_on_cpu(layer, shape, engine.mode)
     ours = _OUR_KERNEL.get((layer.name, engine.device))
     if ours is None:
         return THEIR_KERNEL, f"no taut kernel for {layer.name} on {engine.device} yet"
@@ -118,8 +119,14 @@ def choose_kernel(
     return _choose_four_bit(ours, layer, shape, engine)
 
 
+def _choose_experts(layer: LayerScheme, engine: Engine) -> tuple[str, str]:
+    if (layer.name, engine.device) == ("W8A16", "cpu"):
+        return THEIR_KERNEL, f"{_REFUSED}: vLLM has no kernel for experts of 8-bit weights on a CPU"
+    return THEIR_KERNEL, "one of many experts, which vLLM multiplies in one kernel of its own"
+
+
 def _refused_without_plugin() -> tuple[str, str]:
-    return THEIR_KERNEL, "REFUSED by taut worker: only taut's plugin loads it; leave out off"
+    return THEIR_KERNEL, f"{_REFUSED}: only taut's plugin loads it; leave out off"
 
 
 def _choose_int8_on_cpu(mode: str) -> tuple[str, str]:
@@ -130,8 +137,25 @@ def _choose_int8_on_cpu(mode: str) -> tuple[str, str]:
     if wrong is None:
         return THEIR_KERNEL, "no taut kernel for W8A8 on cpu where vLLM's product is right"
     if mode == "off":
-        return THEIR_KERNEL, f"REFUSED by taut worker: {wrong}"
+        return THEIR_KERNEL, f"{_REFUSED}: {wrong}"
     return "TautCPUInt8ScaledMMLinearKernel", wrong
+
+
+def _choose_eight_bits_on_cpu(
+    layer: LayerScheme, shape: tuple[int, int], mode: str
+) -> tuple[str, str]:
+    """W8A8 on a CPU, or W8A16, for which vLLM has no kernel."""
+    if layer.name == "W8A8":
+        return _choose_int8_on_cpu(mode)
+    from taut_kernels.for_deploy import why_not_packed
+
+    if mode == "off":
+        return _refused_without_plugin()
+    groups = 1 if layer.group_size == -1 else shape[1] // layer.group_size
+    if reason := why_not_packed(shape[1], groups, 8):
+        return "vLLM's bf16 product", f"{reason}: dequantised at load, no memory saved"
+    # Which of the two is measured as a worker starts; asking here would compile ours.
+    return "taut::weight_only_linear_cpu or vLLM's bf16, dequantised", ""
 
 
 def _choose_four_bit(

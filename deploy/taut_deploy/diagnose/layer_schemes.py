@@ -35,11 +35,11 @@ class LayerScheme:
     """How one layer is quantised.
 
     Attributes:
-        name: ``W4A16``, ``W8A8`` (int8), ``FP8``, ``dense``, or the words for another.
+        name: ``W4A16``, ``W8A16``, ``W8A8`` (int8), ``FP8``, ``dense``, or the words for another.
         group_size: weights a scale covers along K, -1 for one group a channel.
         obstacle: why no kernel of ours serves it, whatever its shape; None where one may.
         judged: whether we know what serves it at all.
-        zero_points: whether 4-bit weights have them.
+        zero_points: whether weights of 4 or 8 bits alone have them.
     """
 
     name: str
@@ -247,10 +247,10 @@ def _scheme_of_group(group: Mapping[str, Any]) -> LayerScheme:
     parts = [part for part in (weights, inputs) if part is not None]
     kinds = [(_word(part.type), part.num_bits) for part in parts]
     match kinds:
-        case [("int", 4)] if weights.strategy in ("group", "channel"):
+        case [("int", 4 | 8)] if weights.strategy in ("group", "channel"):
             obstacle = _ACT_ORDER if weights.actorder in ("group", "dynamic") else None
-            size = weights.group_size or -1
-            return LayerScheme("W4A16", size, obstacle, zero_points=not weights.symmetric)
+            size, name = weights.group_size or -1, _weight_only(weights.num_bits)
+            return LayerScheme(name, size, obstacle, zero_points=not weights.symmetric)
         case [("int", 8), ("int", 8)] if _by_row(weights, inputs) and weights.symmetric:
             return LayerScheme("W8A8")
         case [("float", 8), ("float", 8)] if weights.strategy == "block":

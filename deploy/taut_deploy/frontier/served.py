@@ -7,9 +7,10 @@ from taut_deploy import host
 
 Platform = Literal["cpu", "cuda"]
 
-# Schemes for which vLLM 0.32 lists no kernel on a CPU. It runs W4A8 there on W4A16's, which leaves
-# inputs as they are; what a worker then answers is compared like any other.
-_NOT_ON_CPU = frozenset({"W8A16", "W3A16", "W2A16", "W4AFP8", "NVFP4A16", "MXFP4A16"})
+# Schemes for which neither vLLM 0.32 nor taut's plugin has a kernel on a CPU. vLLM runs W4A8 there
+# on W4A16's, which leaves inputs as they are; what a worker then answers is compared like any
+# other.
+_NOT_ON_CPU = frozenset({"W3A16", "W2A16", "W4AFP8", "NVFP4A16", "MXFP4A16"})
 _WITH_AMX = "FP8-BLOCK"
 REFUSED = "REFUSED by taut worker"
 """What :mod:`taut_deploy.diagnose.kernel_choice` says of a layer that no worker would load."""
@@ -41,7 +42,7 @@ def why_not_served(schemes: Collection[str], kernels: Iterable[str], served_by: 
         return None
     lacking = sorted(_NOT_ON_CPU & set(schemes))
     if lacking:
-        return f"cannot be served: vLLM has no kernel for {' or '.join(lacking)} on a CPU"
+        return f"cannot be served: nothing here multiplies {' or '.join(lacking)} on a CPU"
     if _WITH_AMX in schemes and not _has_amx(served_by):
         return f"cannot be served: vLLM takes {_WITH_AMX} on a CPU with AMX alone"
     return None

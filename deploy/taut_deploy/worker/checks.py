@@ -7,6 +7,7 @@ from pathlib import Path
 from taut_deploy.checkpoint import MANIFEST, Manifest, is_checkpoint, keep, verify
 from taut_deploy.diagnose.default_kernels import config_of
 from taut_deploy.diagnose.layer_schemes import read_quantization
+from taut_deploy.diagnose.layers import layers_as_built
 from taut_deploy.diagnose.own_format import own_layers
 from taut_deploy.errors import CheckpointError, WorkerError
 from taut_deploy.models.directory import require_model_directory
@@ -144,6 +145,34 @@ def check_tables(checkpoint: Path, platform: Platform, mode: str) -> None:
         raise WorkerError(
             f"--kernels off: {checkpoint} has quantised embeddings, {why}; leave it out, and "
             "taut's plugin serves them"
+        )
+
+
+def check_eight_bit_weights(checkpoint: Path, platform: Platform, mode: str) -> None:
+    """Refuse W8A16 on a CPU where it is of experts, or without our kernels: vLLM has none for it.
+
+    Args:
+        checkpoint: model directory.
+        platform: installed platform.
+        mode: value of ``TAUT_KERNELS``; with another than ``off`` our kernel takes such layers.
+
+    Raises:
+        WorkerError: with the reason and the way out.
+    """
+    schemes = read_quantization(config_of(checkpoint)).groups
+    here = any(scheme.name == "W8A16" and "Embedding" not in targets for targets, scheme in schemes)
+    if platform != "cpu" or not here:
+        return
+    layers = layers_as_built(checkpoint)
+    if any(".experts." in name and layers[name][2].name == "W8A16" for name in layers):
+        raise WorkerError(
+            f"{checkpoint} has experts of 8-bit weights (W8A16), for which vLLM has no kernel on a "
+            "CPU; serve it on a GPU, or store the experts as W4A16"
+        )
+    if mode == "off":
+        raise WorkerError(
+            f"--kernels off: {checkpoint} has layers of 8-bit weights (W8A16), for which vLLM has "
+            "no kernel on a CPU; leave it out, and taut's product serves them"
         )
 
 

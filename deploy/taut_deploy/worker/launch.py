@@ -11,6 +11,7 @@ from taut_deploy.tune import measure_for_worker
 from taut_deploy.verdict_record import check_wanted, require_verdict
 from taut_deploy.worker.arguments import with_asked_cache
 from taut_deploy.worker.checks import (
+    check_eight_bit_weights,
     check_int8,
     check_kernels,
     check_own_format,
@@ -44,6 +45,7 @@ def exec_worker(spec: WorkerSpec) -> NoReturn:
     mode = kernel_mode(spec, manifest, platform)
     check_kernels(mode, os.environ)
     check_int8(spec.checkpoint, platform, mode)
+    check_eight_bit_weights(spec.checkpoint, platform, mode)
     check_own_format(spec.checkpoint, mode, spec.extra)
     check_tables(spec.checkpoint, platform, mode)
     for line in other_roundings(config_of(spec.checkpoint), platform):

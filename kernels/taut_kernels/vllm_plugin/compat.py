@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -47,19 +47,22 @@ def has_act_order(config: Any) -> bool:
     return bool(getattr(config, "has_g_idx", False))
 
 
-def insert_first(kernel: type, selection: ModuleType) -> None:
-    """Put a mixed-precision kernel first for CUDA and CPU, once.
+def insert_first(
+    kernel: type, selection: ModuleType, platforms: Sequence[str] = _PLATFORMS
+) -> None:
+    """Put a mixed-precision kernel first for some platforms, once.
 
     Args:
         kernel: subclass of `MPLinearKernel`.
         selection: `vllm.model_executor.kernels.linear`.
+        platforms: names of vLLM's `PlatformEnum`.
 
     Raises:
         IncompatibleVllmError: the priority lists are not where we know them.
     """
     try:
         lists = selection._POSSIBLE_KERNELS
-        targets = [lists[getattr(selection.PlatformEnum, name)] for name in _PLATFORMS]
+        targets = [lists[getattr(selection.PlatformEnum, name)] for name in platforms]
         triton_backend = selection._LINEAR_BACKEND_KERNEL_MAP["triton"]
     except (AttributeError, KeyError) as error:
         raise IncompatibleVllmError(

@@ -60,6 +60,13 @@ def _replace_int8() -> None:
         say("taut kernels: %s; W8A8 layers run on %s", reason, cpu_int8.OURS)
 
 
+def _insert_eight_bit_weights() -> None:
+    """Offer W8A16 on a CPU, for which vLLM has no kernel."""
+    from taut_kernels.vllm_plugin.cpu_eight_bits import TautCPUW8A16LinearKernel
+
+    compat.insert_first(TautCPUW8A16LinearKernel, kernel_selection, ("CPU",))
+
+
 def _refuse_wrong_int8(choices: list[selection.LayerChoice]) -> None:
     """Refuse a model whose int8 layers vLLM would multiply wrongly all the same.
 
@@ -87,6 +94,8 @@ def install(mode: str) -> None:
     """
     _make_our_log_lines_visible()
     allow_amx()
+    if current_platform.is_cpu():
+        _insert_eight_bit_weights()
     compat.insert_first(TautW4A16LinearKernel, kernel_selection)
     compat.insert_scaled_mm_first(TautInt8ScaledMMLinearKernel, kernel_selection, "INT8")
     compat.insert_scaled_mm_first(TautFP8ScaledMMLinearKernel, kernel_selection, "FP8")

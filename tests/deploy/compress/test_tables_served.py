@@ -6,12 +6,12 @@ import importlib.util
 import itertools
 import json
 import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 from tiny_models import job_for, recipe_data, write_calibration_text, write_llama
 from transformers import AutoModelForCausalLM
+from vllm_answers import PROMPTS, SCRIPT, answers_of, require_greedy
 
 import taut_deploy.hf  # noqa: F401  reads quantised embeddings
 from taut_deploy.compress import driver
@@ -22,10 +22,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 
-SCRIPT = Path(__file__).resolve().parents[2] / "kernels" / "plugin" / "serve_tiny_llama.py"
-PROMPTS = [[2, 3, 5, 7, 11, 13], list(range(20, 60)), [41]]
 TABLES = {8: {"bits": 8}, 4: {"bits": 4, "group_size": 32}}
-NEAR_TIE = 0.25  # two steps of a bf16 logit between 16 and 32, which none here is above
 # Of an untied 4-bit head vLLM's own method asks for the kernel; the others are ours.
 HEADS = {8: "TautTokenTableMethod", 4: "TautW4A16LinearKernel"}
 
@@ -43,27 +40,10 @@ def room(tmp_path_factory):
 
 @pytest.fixture
 def serve(run_with_vllm):
-    def serve(directory: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    def serve(directory: object, **environment: str) -> subprocess.CompletedProcess[str]:
         return run_with_vllm(str(SCRIPT), str(directory), json.dumps(PROMPTS), env=environment)
 
     return serve
-
-
-def require_greedy(model, answer: dict[str, list]) -> None:
-    """Fail unless every token is the model's first choice, or all but tied with it."""
-    ids = answer["prompt"] + answer["tokens"]
-    with torch.inference_mode():
-        logits = model(torch.tensor([ids])).logits[0].float()
-    for at, token in enumerate(answer["tokens"], len(answer["prompt"]) - 1):
-        assert logits[at].max() - logits[at, token] <= NEAR_TIE
-    told = logits.log_softmax(-1)
-    apart = [
-        abs(float(told[at, token]) - logprob)
-        for at, (token, logprob) in enumerate(
-            zip(answer["tokens"], answer["logprobs"], strict=True), len(answer["prompt"]) - 1
-        )
-    ]
-    assert sum(apart) / len(apart) < 0.1, apart
 
 
 @pytest.mark.parametrize(("kind", "bits"), [*itertools.product(("tied", "untied"), (8, 4))])
@@ -73,10 +53,9 @@ def test_vllm_answers_as_transformers_does(kind, bits, room, serve, tmp_path):
     driver.compress(request)
     report = tmp_path / "record.json"
     done = serve(request.output, TAUT_KERNELS="prefer", TAUT_KERNELS_REPORT=str(report))
-    lines = [line for line in done.stdout.splitlines() if line.startswith("ANSWERS ")]
-    assert lines, (done.stdout + done.stderr)[-4000:]
+    answers = answers_of(done)
     model = AutoModelForCausalLM.from_pretrained(request.output, dtype=torch.bfloat16).eval()
-    for answer in json.loads(lines[0].removeprefix("ANSWERS ")):
+    for answer in answers:
         require_greedy(model, answer)
     record = json.loads(report.read_text())
     kernels = {layer["layer"]: layer["kernel"] for layer in record["layers"]}

@@ -121,13 +121,20 @@ def test_what_trains_is_tried_where_it_is_named():
 
 
 def test_what_a_cpu_does_not_serve_is_left_out_there_alone(room):
-    recipes = recipes_of(room, "w4", "w8", "mix")
+    recipes = recipes_of(room, "w2", "w4", "w8", "mix")
     on_cpu = ladder_of(room, recipes, served_by="cpu", target_bits=(6.0,))
-    assert [one.name for one in on_cpu.candidates] == ["w4"]
-    expected = "cannot be served: vLLM has no kernel for W8A16 on a CPU"
-    assert reasons(on_cpu) == {"w8": expected, "mix, 6 bits": expected}
+    assert {one.name for one in on_cpu.candidates} == {"w4", "w8", "mix, 6 bits"}
+    expected = "cannot be served: nothing here multiplies W2A16 on a CPU"
+    assert reasons(on_cpu) == {"w2": expected}
     on_card = ladder_of(room, recipes, served_by="h200", target_bits=(6.0,))
     assert on_card.skipped == ()
+
+
+def test_weights_of_8_bits_are_left_out_on_a_cpu_without_our_kernels(room, monkeypatch):
+    monkeypatch.setenv("TAUT_KERNELS", "off")
+    ladder = ladder_of(room, recipes_of(room, "w4", "w8"), served_by="cpu")
+    assert [one.name for one in ladder.candidates] == ["w4"]
+    assert "REFUSED by taut worker: only taut's plugin loads it" in reasons(ladder)["w8"]
 
 
 def test_what_no_worker_loads_is_left_out(room, monkeypatch):
@@ -179,8 +186,8 @@ def test_a_limit_below_everything_names_the_smallest(room):
 
 
 def test_nothing_left_names_the_first_reason(room):
-    with pytest.raises(RecipeError, match="nothing is left to try; w8: cannot be served"):
-        ladder_of(room, recipes_of(room, "w8"), served_by="cpu")
+    with pytest.raises(RecipeError, match="nothing is left to try; w2: cannot be served"):
+        ladder_of(room, recipes_of(room, "w2"), served_by="cpu")
 
 
 def test_memory_counts_weights_as_loaded_and_the_cache_of_a_request(room):
@@ -223,12 +230,14 @@ def served(bits):
     known = linear._POSSIBLE_KERNELS[PlatformEnum.CPU]
     return weights is not None and any(one.can_implement(asked)[0] for one in known)
 
-found = {f"W{bits}A16": served(bits) for bits in (2, 3, 4, 8)}
+found = {f"W{bits}A16": served(bits) for bits in (2, 3, 4)}
+ours_alone = served(8)
 found["NVFP4A16"] = PlatformEnum.CPU in linear._POSSIBLE_NVFP4_KERNELS
-print("FOUND " + json.dumps(found))
+print("FOUND " + json.dumps([found, ours_alone]))
 """
     done = run_with_vllm("-c", script)
     lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
     assert lines, done.stderr[-2000:]
-    found = json.loads(lines[0].removeprefix("FOUND "))
+    found, eight_bits = json.loads(lines[0].removeprefix("FOUND "))
     assert found == {name: name not in served._NOT_ON_CPU for name in found}
+    assert not eight_bits, "vLLM has a kernel of W8A16 now: measure ours against it"

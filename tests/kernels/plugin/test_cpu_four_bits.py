@@ -26,7 +26,7 @@ def _fresh_choice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[N
 def _times(monkeypatch: pytest.MonkeyPatch, *ours: float) -> list[float]:
     """Let torch's product take 1 s, and ours these seconds, one after the other."""
     left = list(ours)
-    monkeypatch.setattr(cpu_four_bits, "least_times", lambda *_: (left.pop(0), 1.0))
+    monkeypatch.setattr(cpu_choice, "least_times", lambda *_: (left.pop(0), 1.0))
     return left
 
 

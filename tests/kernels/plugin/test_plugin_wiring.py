@@ -369,6 +369,8 @@ def test_vllm_loads_the_entry_point_and_register_is_idempotent(run_with_vllm: An
         assert names[platform][0] == "TautW4A16LinearKernel"
         assert names[platform].count("TautW4A16LinearKernel") == 1
     assert "TautW4A16LinearKernel" not in names["ROCM"]
+    assert names["CPU"].count("TautCPUW8A16LinearKernel") == 1
+    assert "TautCPUW8A16LinearKernel" not in names["CUDA"]
     assert hooked
 
 

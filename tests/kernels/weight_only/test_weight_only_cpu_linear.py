@@ -27,7 +27,7 @@ every_isa = pytest.mark.parametrize(
     ],
 )
 # bits, with zero points: what the op takes.
-KINDS = [(4, False), (4, True), (8, False)]
+KINDS = [(4, False), (4, True), (8, False), (8, True)]
 # N, K, groups: whole blocks and parts of one; one, two and three of a tile; several panels.
 LAYERS = [
     (576, 1536, 24),
@@ -111,7 +111,7 @@ def test_adversarial_values(bits: int, zeros: bool, isa: Isa) -> None:
     case.x[2, 7] = 1e20
     case.x[3] = 2.0**-90
     case.x[4, 5] = float("nan")
-    case.x[5] = 3e38 / 128 / 16
+    case.x[5] = 3e38 / 256 / 32  # a group of the widest differences of codes, summed
     case.scale[3] = 2.0**-126
     actual, gold, reference = case.multiply(isa), case.reference(torch.float64), case.reference()
     for row in (0, 1, 2, 3, 5):
@@ -204,7 +204,7 @@ CODES, SCALE = torch.zeros(4, 64, dtype=torch.int8), torch.zeros(4, 2, dtype=BF1
         ((CODES, SCALE, None, 3), "codes of 3 bits"),
         ((CODES, SCALE, torch.zeros(4, 1, dtype=torch.int8), 4), r"zero must be int8 \(4, 2\)"),
         ((CODES, SCALE, torch.zeros(4, 2, dtype=torch.int8) - 9, 4), r"zero must lie in -8\.\.7"),
-        ((CODES, SCALE, torch.zeros(4, 2, dtype=torch.int8), 8), "zero must be None with 8 bits"),
+        ((CODES, SCALE, torch.zeros(4, 1, dtype=torch.int8), 8), r"zero must be int8 \(4, 2\)"),
     ],
 )
 def test_pack_refuses_what_the_op_cannot_multiply(arguments: Any, message: str) -> None:

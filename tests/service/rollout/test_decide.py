@@ -11,7 +11,7 @@ import pytest
 from taut_service.config.settings import RolloutSettings
 from taut_service.guard.evidence import Evidence
 from taut_service.rollout.decide import Facts, decide
-from taut_service.rollout.pace import Medians
+from taut_service.rollout.pace import Median, Medians
 from taut_service.rollout.shares import weights_of
 from taut_service.rollout.state import Rollout
 from taut_service.rollout.step_clock import StepClock
@@ -34,14 +34,20 @@ def evidence(answers: int = 150, step: int = 0, tokens: int = 1500) -> Evidence:
     return Evidence(BOUNDS, {"answers": answers, "tokens": tokens, **fields})
 
 
+def medians(first_s: float, per_s: float, streams: int = 5, spread: float = 1.02) -> Medians:
+    return Medians(
+        *(Median(at / spread, at, at * spread) for at in (first_s, per_s)), streams=streams
+    )
+
+
 GOOD = Facts(
     evidence=evidence(),
     alpha=0.05,
     paused="",
     watched_s=60,
     jumped_s=0,
-    candidate=Medians(0.14, 0.014, 5),
-    baseline=Medians(0.10, 0.010, 5),
+    candidate=medians(0.14, 0.014),
+    baseline=medians(0.10, 0.010),
 )
 
 
@@ -63,8 +69,22 @@ def test_with_everything_in_it_climbs_to_the_next_step_and_at_last_is_complete()
         ({"evidence": evidence(149)}, "99 of 100 compared answers"),
         ({"evidence": evidence(150, tokens=1499)}, "999 of 1000 compared tokens"),
         ({"evidence": evidence(150, step=90)}, "kl is not proven to stay below 0.1 yet"),
-        ({"candidate": Medians(0.151, 0.01, 5)}, "first token: median 0.151 s"),
-        ({"candidate": Medians(0.10, 0.0151, 5)}, "tokens: median 0.0151 s"),
+        (
+            {"candidate": medians(0.151, 0.01)},
+            "first token: median 0.151 s, at most 1.5 times 0.1 s are allowed",
+        ),
+        (
+            {"candidate": medians(0.10, 0.0151)},
+            "tokens: median 0.0151 s, at most 1.5 times 0.01 s are allowed",
+        ),
+        (
+            {"candidate": medians(0.10, 0.01, spread=1.6)},
+            "first token: median 0.1 s is not proven to stay below 1.5 times 0.1 s yet",
+        ),
+        (
+            {"baseline": medians(0.10, 0.01, spread=1.6)},
+            "first token: median 0.14 s is not proven to stay below 1.5 times 0.1 s yet",
+        ),
     ],
 )
 def test_each_lack_is_named_and_nothing_is_promoted(changes: dict[str, Any], why: str) -> None:
@@ -74,7 +94,7 @@ def test_each_lack_is_named_and_nothing_is_promoted(changes: dict[str, Any], why
 
 
 def test_few_streams_say_nothing_about_the_pace() -> None:
-    slow = replace(GOOD, candidate=Medians(9.0, 9.0, 4))
+    slow = replace(GOOD, candidate=medians(9.0, 9.0, 4))
     decision = decide(STATE, slow, SETTINGS)
     assert decision.action == "promote"
     assert decision.why.endswith("; times of tokens not judged: 4 of 5 streams")

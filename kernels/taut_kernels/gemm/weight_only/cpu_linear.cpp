@@ -44,7 +44,7 @@ Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& scale, const 
   bool is_wide = weight.size(1) * 4 == K;
   STD_TORCH_CHECK(scale.dim() == 3 && scale.size(0) == blocks && scale.size(1) > 0 && K % (32 * scale.size(1)) == 0,
                   "scale is not packed for groups of a multiple of 32 of ", K, " inputs");
-  STD_TORCH_CHECK(!zero || (!is_wide && zero->numel() == scale.numel()), "zero must be as scale, for codes of 4 bits");
+  STD_TORCH_CHECK(!zero || zero->numel() == scale.numel(), "zero must be as scale");
   STD_TORCH_CHECK(!bias || bias->numel() == N, "bias must have ", N, " elements");
   STD_TORCH_CHECK(isa != kAmx || has_tiles(), "this system gives no AMX tiles");
   Tensor y = torch::stable::new_empty(x, {M, N});

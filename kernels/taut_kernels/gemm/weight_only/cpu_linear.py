@@ -15,9 +15,9 @@ Numerics  codes are integers; products and sums in fp32, a group's scale applied
           the bias in fp32; one rounding at the store. Rows do not depend on their neighbours or on
           threads, but for AMX, which leaves up to two rows to AVX-512. AVX2 multiplies
           x · 2^(bits - 32): elements below 2⁻⁹⁸ lose bits. AMX takes subnormal elements for 0.
-Limits    x86 with AVX2; groups of a multiple of 32; zero points with 4 bits; contiguous operands;
-          forward only; compiled by g++ where it runs (:mod:`taut_kernels.launch.cpp_library`), else
-          :func:`why_not_here` says why not
+Limits    x86 with AVX2; groups of a multiple of 32; contiguous operands; forward only; compiled by
+          g++ where it runs (:mod:`taut_kernels.launch.cpp_library`), else :func:`why_not_here` says
+          why not
 """
 
 from __future__ import annotations
@@ -128,8 +128,6 @@ def _checked(codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int) -> tu
         raise ValueError(f"scale must be [{N}, G] bf16, got {scale.dtype} {tuple(scale.shape)}")
     if reason := why_not_packed(K, scale.shape[1], bits):
         raise ValueError(f"scale: {reason}")
-    if zero is not None and bits == BITS[-1]:
-        raise ValueError("zero must be None with 8 bits")
     if zero is not None and (zero.dtype is not torch.int8 or zero.shape != scale.shape):
         raise ValueError(
             f"zero must be int8 {tuple(scale.shape)}, got {zero.dtype} {tuple(zero.shape)}"

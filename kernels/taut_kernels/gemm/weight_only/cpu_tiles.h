@@ -6,7 +6,8 @@ namespace {
 
 constexpr int64_t kPanel = 256;  // inputs widened at once, in whole groups: what a core's first cache holds of a tile
 
-// bf16 pairs of two neighbouring inputs, from the codes of sixteen words; one vector each pair.
+// bf16 pairs of two neighbouring inputs, from the codes of sixteen words; one vector each pair. It holds
+// every difference of two codes of 8 bits, too: none is above 255.
 template <int BITS, bool ZEROS>
 AMX void widen_panel(const Layer& layer, int64_t block, int64_t group, int64_t groups, uint16_t* panel) {
   alignas(64) uint16_t values[32];  // of 4-bit codes in two's complement; with zero points of code + 16
@@ -19,11 +20,11 @@ AMX void widen_panel(const Layer& layer, int64_t block, int64_t group, int64_t g
   const __m512i table = _mm512_load_si512(values), low = _mm512_set1_epi16(15), eight = _mm512_set1_epi16(8);
   int64_t words = layer.words / layer.groups;
   for (int64_t g = group; g < group + groups; ++g) {
-    __m512i shift = eight;
+    __m512i shift = eight, zero = _mm512_setzero_si512();
     if (ZEROS) {
       const int8_t* from = layer.zero + (block * layer.groups + g) * kBlock;
-      __m512i wide = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-      wide = _mm512_and_si512(wide, _mm512_set1_epi32(0xffff));
+      zero = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+      __m512i wide = _mm512_and_si512(zero, _mm512_set1_epi32(0xffff));
       shift = _mm512_sub_epi16(eight, _mm512_or_si512(wide, _mm512_slli_epi32(wide, 16)));
     }
     const int32_t* w = layer.weight + (block * layer.words + g * words) * kBlock;
@@ -40,6 +41,7 @@ AMX void widen_panel(const Layer& layer, int64_t block, int64_t group, int64_t g
         } else {
           __m512i even = _mm512_srai_epi32(_mm512_slli_epi32(word, 24 - 8 * pair), 24);
           __m512i odd = _mm512_srai_epi32(_mm512_slli_epi32(word, 8 - 8 * pair), 24);
+          if (ZEROS) even = _mm512_sub_epi32(even, zero), odd = _mm512_sub_epi32(odd, zero);
           even = _mm512_castps_si512(_mm512_cvtepi32_ps(even));
           odd = _mm512_castps_si512(_mm512_cvtepi32_ps(odd));
           two = _mm512_or_si512(_mm512_srli_epi32(even, 16), odd);
@@ -151,7 +153,8 @@ AMX void multiply_amx(const Rows& rows, bool is_wide, const Layer& layer, uint16
       int64_t block = tile * kTile, first = block * kBlock;
       int blocks = static_cast<int>(std::min(kTile, (layer.N + kBlock - 1) / kBlock - block));
       int64_t count = std::min(blocks * kBlock, layer.N - first);
-      auto multiply = is_wide ? tile_amx<8, false> : layer.zero ? tile_amx<4, true> : tile_amx<4, false>;
+      auto multiply = is_wide ? (layer.zero ? tile_amx<8, true> : tile_amx<8, false>)
+                              : (layer.zero ? tile_amx<4, true> : tile_amx<4, false>);
       multiply(rows, layer, block, blocks, height, panel[0].values, total[0].values);
       for (int64_t m = 0; m < rows.M; ++m)
         store(total[m * kTile].values, layer.bias ? layer.bias + first : nullptr, count,

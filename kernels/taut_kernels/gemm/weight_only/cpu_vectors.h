@@ -145,12 +145,9 @@ void multiply_tile(const float* x, int64_t M, int isa, bool is_wide, const Layer
   for (int64_t m = 0; m < M; m += most) {
     float sums[kMost * kTile * kBlock] = {};
     int rows = static_cast<int>(std::min(most, M - m));
-    if (is_wide)
-      some_rows<8, false>(isa, rows, x + m * layer.K, layer, first, blocks, sums);
-    else if (layer.zero)
-      some_rows<4, true>(isa, rows, x + m * layer.K, layer, first, blocks, sums);
-    else
-      some_rows<4, false>(isa, rows, x + m * layer.K, layer, first, blocks, sums);
+    auto multiply = is_wide ? (layer.zero ? some_rows<8, true> : some_rows<8, false>)
+                            : (layer.zero ? some_rows<4, true> : some_rows<4, false>);
+    multiply(isa, rows, x + m * layer.K, layer, first, blocks, sums);
     for (int i = 0; i < rows; ++i)
       store(sums + i * kTile * kBlock, layer.bias ? layer.bias + first * kBlock : nullptr, count,
             y + (m + i) * layer.N + first * kBlock);

@@ -39,9 +39,9 @@ class RolloutSettings(Section):
     ``steps`` are the candidate's shares in percent; 0 is the shadow. A step lasts ``min_step_s``
     at least and needs ``min_answers`` compared answers with ``min_tokens`` tokens of its own.
     Clients' streams are compared as well: ``max_first_token_ratio`` and
-    ``max_inter_token_ratio`` bound the candidate's medians over the baseline's, from
-    ``min_streams`` streams of each on. ``store: file`` keeps everything in ``directory``;
-    ``store: redis`` shares it between gateways.
+    ``max_inter_token_ratio`` bound the candidate's medians over the baseline's, which must be
+    proven to be below, from ``min_streams`` streams of each on. ``store: file`` keeps everything
+    in ``directory``; ``store: redis`` shares it between gateways.
     """
 
     steps: Annotated[tuple[Percent, ...], Field(min_length=1, strict=False)] = (0, 1, 10, 50, 100)
