@@ -24,8 +24,8 @@ estimates of variance components", Biometrics 2, 1946), where the values are the
 pairs of the shares of answers in the tail.
 
 ``tests/deploy/test_validate_ratios.py`` has how often these intervals hold the truth: 95 % within
-one percent for medians and throughput of 12 and 24 blocks; 94 to 99 % for 95th percentiles of 8 to
-24 blocks, whose speed varies by a twentieth, a fifth or a half.
+one percent for medians and throughput of 12 and 24 blocks; 94 to 99 % for 95th percentiles of 12
+blocks whose speed varies by a twentieth, a fifth or a half, the more the calmer the machine.
 Outside of it lie eight blocks on a machine whose speed wanders by half (throughput, 93.5 % of 4,000
 runs).
 
