@@ -61,6 +61,7 @@ def test_the_command_on_a_cpu():
         "PYTHONSAFEPATH": "1",
         "TAUT_KERNELS": "prefer",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "75",
         "HF_HUB_OFFLINE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
     }

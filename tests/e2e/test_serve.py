@@ -543,7 +543,22 @@ def cpu_seconds(pids: list[int]) -> float:
     return sum(int(stat[11]) + int(stat[12]) for stat in stats) / os.sysconf("SC_CLK_TCK")
 
 
+def charged_for_a_wake_s() -> float:
+    """CPU time that a process is charged for waking up and sleeping again: 0.05 ms as a rule.
+
+    Where the host runs others on the same cores, what they take is charged to who is awake, and
+    caches are cold at each wake-up.
+    """
+    before = time.process_time()
+    for _ in range(100):
+        time.sleep(0.02)
+    return (time.process_time() - before) / 100
+
+
 def test_idle_it_takes_three_hundredths_of_a_core_at_most(served):
+    charged = charged_for_a_wake_s()
+    if charged > 1.5e-4:
+        pytest.skip(f"NOT MEASURED: {charged * 1e3:.2f} ms of CPU time for a wake-up, not 0.05")
     wait_for(lambda: running_requests(served) == 0, 60, served.output, served.process)
     processes = [served.process.pid, *children_of(served.process.pid)]
     before, started = cpu_seconds(processes), time.monotonic()

@@ -27,7 +27,7 @@ QUICK = ProbeTimes(
 )
 HANGS_S = 30.0
 """After these something hangs; no statement of how fast it is."""
-STILL_S = 0.05
+STILL_S = 0.02
 COMPLETION = {"model": MODEL, "prompt": "hello", "max_tokens": 8}
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
 

@@ -12,6 +12,8 @@ import pytest
 from gateway_harness import COMPLETION, Harness, eventually, gateway, settings_for
 from mock_engine import Faults, MockEngine
 
+from taut_service.http import client_rules
+
 SLOW_READER = 'taut_client_connections_closed_total{reason="slow_reader"}'
 TIMES = {"write_s": 0.4, "write_min_bytes_per_s": 50_000}
 ENDLESS = Faults(tokens=20_000, token="t" * 2000)
@@ -98,7 +100,10 @@ async def test_pause_shorter_than_the_limit_costs_nothing() -> None:
 
 @pytest.mark.parametrize("size", [110_000, 900_000])
 @pytest.mark.parametrize("head", [b"", b"connection: close\r\n"], ids=["keep-alive", "close"])
-async def test_what_is_left_of_an_answer_is_not_kept_for_ever(head: bytes, size: int) -> None:
+async def test_what_is_left_of_an_answer_is_not_kept_for_ever(
+    head: bytes, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_rules, "KEEP_ALIVE_S", 1.0)
     # Answered whole, the request has ended; the connection and its bytes have not.
     faults = Faults(tokens=1, token="t" * size)
     async with (
@@ -114,7 +119,7 @@ async def test_what_is_left_of_an_answer_is_not_kept_for_ever(head: bytes, size:
         connections = harness.server.server_state.connections
         await eventually(lambda: harness.app.drain.live == 0)
         assert len(connections) == 1
-        # uvicorn closes an idle connection after 5 s.
+        # An idle connection is closed then.
         await eventually(lambda: not connections, 8)
         assert await harness.metric(SLOW_READER) == 1
         found.close()

@@ -53,9 +53,7 @@ class ServerConnection:
         """
         method = "GET" if body is None else "POST"
         try:
-            answer = self._session.request(
-                method, self.root + path, json=body, timeout=self._timeout_s
-            )
+            answer = self._send(method, self.root + path, body)
         except requests.RequestException as error:
             kind = type(error).__name__
             raise self.fail(f"{path} gave no answer ({kind}); is the server up?") from error
@@ -71,6 +69,15 @@ class ServerConnection:
         if not isinstance(value, dict):
             raise self.fail(f"{path} did not answer with a JSON object")
         return value
+
+    def _send(self, method: str, url: str, body: dict[str, Any] | None) -> requests.Response:
+        """Send, once more if the connection breaks: a server ends an idle one at any moment."""
+        try:
+            return self._session.request(method, url, json=body, timeout=self._timeout_s)
+        except requests.ConnectTimeout:
+            raise
+        except requests.ConnectionError:
+            return self._session.request(method, url, json=body, timeout=self._timeout_s)
 
 
 def _server_message(answer: requests.Response) -> str:

@@ -35,6 +35,8 @@ _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
+_KEEP_ALIVE = "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"
+"""Seconds. vLLM's 5 are those after which httpx lets go as well: a request may meet the end."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,7 @@ def build_command(
         argv += [flag, backend]
     argv += chat_options
     added = _ENVIRONMENT | {"TAUT_KERNELS": kernel_mode(spec, manifest, platform)}
+    added[_KEEP_ALIVE] = environment.get(_KEEP_ALIVE, "75")
     if platform == "cpu":
         # The int4 product of CPU torch is fast in bf16 only (18 µs against 780 µs in fp16).
         argv += ["--dtype", "bfloat16"]

@@ -9,8 +9,9 @@ from taut_service.config.settings import Timeouts
 from taut_service.expiry import Expiry
 from taut_service.http.descriptors import DescriptorReserve
 
-KEEP_ALIVE_S = 5.0
-"""For the next request on a connection, as uvicorn has it."""
+KEEP_ALIVE_S = 75.0
+"""For the next request on a connection: longer than clients and balancers keep one (httpx 5 s,
+aiohttp 15 s, nginx and AWS 60 s). Whoever ends it first meets no request on its way."""
 SLOW_READER = "slow_reader"
 DESCRIPTORS = "descriptors"
 CLOSE_REASONS = (SLOW_READER, DESCRIPTORS)
