@@ -50,7 +50,7 @@ def python_path(name: str) -> str:
     return os.pathsep.join(map(str, _folders(name)))
 
 
-def run_client(name: str, *arguments: str, timeout_s: float = 200, **variables: str) -> str:
+def run_client(name: str, *arguments: str, timeout_s: float = 500, **variables: str) -> str:
     """Run Python with a client's packages before all others; return what it prints.
 
     Args:

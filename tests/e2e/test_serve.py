@@ -294,6 +294,7 @@ def test_guidellm_runs_as_it_is(served, base_model, tmp_path):
 
 
 @needs_genai_perf
+@pytest.mark.long  # guidellm and vLLM's own bench ask in the same way; this one imports for minutes
 def test_genai_perf_runs_as_it_is(served, base_model, tmp_path):
     if not PERF_ANALYZER.is_file():
         pytest.skip("NO perf_analyzer HERE: genai-perf is NOT run; make client-tools")
