@@ -46,7 +46,7 @@ class Forgetful:
         self._thread.join(5)
 
 
-@pytest.fixture(params=[1, 0])
+@pytest.fixture
 def server(request: pytest.FixtureRequest) -> Iterator[Forgetful]:
     forgetful = Forgetful(request.param)
     yield forgetful

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mock_engine import MockEngine
+from raw_client import HANGS_S
 
 from taut_service.app import create_app
 from taut_service.config.settings import Settings
@@ -25,8 +26,6 @@ MODEL = "m"
 QUICK = ProbeTimes(
     not_ready_s=0.03, ready_s=0.1, woken_s=0.01, health_timeout_s=0.5, first_look_s=0
 )
-HANGS_S = 30.0
-"""After these something hangs; no statement of how fast it is."""
 STILL_S = 0.02
 COMPLETION = {"model": MODEL, "prompt": "hello", "max_tokens": 8}
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}

@@ -26,14 +26,12 @@ from typing import Any
 
 import psutil
 import yaml
-from raw_client import HOST, MODEL
+from raw_client import HANGS_S, HOST, MODEL
 
 from taut_deploy.ports import free_port
 
 SCALE = float(os.environ.get("TAUT_FAULT_SCALE", "0.1"))
 QUICK = {"connect_s": 1, "first_byte_s": 2, "idle_s": 2, "total_s": 60}
-HANGS_S = 30.0
-"""After these something hangs; no statement of how fast it is."""
 COUNTS: list[str] = []
 """Lines for the end of the test run: how many cases a bounded test had."""
 

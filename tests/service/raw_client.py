@@ -9,6 +9,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+HANGS_S = 30.0
+"""After these something hangs; no statement of how fast it is."""
 HOST = "127.0.0.1"
 MODEL = "m"
 CHAT = "/v1/chat/completions"

@@ -20,7 +20,8 @@ _OUR_KERNEL = {
 }
 THEIR_KERNEL = "vLLM's own"
 UNKNOWN_KERNEL = "not judged"
-_REFUSED = "REFUSED by taut worker"
+REFUSED = "REFUSED by taut worker"
+"""How the reason begins for a layer that no worker would load."""
 _EIGHT_BIT_CAPABILITY = (9, 0)
 CARDS = {"h100": "NVIDIA H100 80GB HBM3", "h200": "NVIDIA H200"}
 """Cards that can be asked about from anywhere, by the names torch has for them."""
@@ -121,12 +122,12 @@ def choose_kernel(
 
 def _choose_experts(layer: LayerScheme, engine: Engine) -> tuple[str, str]:
     if (layer.name, engine.device) == ("W8A16", "cpu"):
-        return THEIR_KERNEL, f"{_REFUSED}: vLLM has no kernel for experts of 8-bit weights on a CPU"
+        return THEIR_KERNEL, f"{REFUSED}: vLLM has no kernel for experts of 8-bit weights on a CPU"
     return THEIR_KERNEL, "one of many experts, which vLLM multiplies in one kernel of its own"
 
 
 def _refused_without_plugin() -> tuple[str, str]:
-    return THEIR_KERNEL, f"{_REFUSED}: only taut's plugin loads it; leave out off"
+    return THEIR_KERNEL, f"{REFUSED}: only taut's plugin loads it; leave out off"
 
 
 def _choose_int8_on_cpu(mode: str) -> tuple[str, str]:
@@ -137,7 +138,7 @@ def _choose_int8_on_cpu(mode: str) -> tuple[str, str]:
     if wrong is None:
         return THEIR_KERNEL, "no taut kernel for W8A8 on cpu where vLLM's product is right"
     if mode == "off":
-        return THEIR_KERNEL, f"{_REFUSED}: {wrong}"
+        return THEIR_KERNEL, f"{REFUSED}: {wrong}"
     return "TautCPUInt8ScaledMMLinearKernel", wrong
 
 

@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterable
 from typing import Literal
 
 from taut_deploy import host
+from taut_deploy.diagnose.kernel_choice import REFUSED
 
 Platform = Literal["cpu", "cuda"]
 
@@ -12,8 +13,6 @@ Platform = Literal["cpu", "cuda"]
 # other.
 _NOT_ON_CPU = frozenset({"W3A16", "W2A16", "W4AFP8", "NVFP4A16", "MXFP4A16"})
 _WITH_AMX = "FP8-BLOCK"
-REFUSED = "REFUSED by taut worker"
-"""What :mod:`taut_deploy.diagnose.kernel_choice` says of a layer that no worker would load."""
 
 
 def platform_of(served_by: str) -> Platform:

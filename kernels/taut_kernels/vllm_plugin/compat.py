@@ -47,6 +47,25 @@ def has_act_order(config: Any) -> bool:
     return bool(getattr(config, "has_g_idx", False))
 
 
+def why_other_weights(config: Any, symmetric: Any, with_zeros: Any) -> str | None:
+    """Say what an `MPLinearLayerConfig` asks beyond codes of a type, None where it is nothing.
+
+    Args:
+        config: vLLM's description of a layer's shard.
+        symmetric: weight type without zero points.
+        with_zeros: weight type with them.
+    """
+    if config.weight_type not in (symmetric, with_zeros):
+        return f"no taut kernel for weights of type {config.weight_type} yet"
+    if (config.weight_type == with_zeros) != config.zero_points:
+        return f"weight type {config.weight_type} with zero_points={config.zero_points}"
+    if has_act_order(config):
+        return "activation reordering (g_idx) is not supported"
+    if getattr(config, "out_type", None) not in (None, config.act_type):
+        return f"output type {config.out_type} differs from activation type {config.act_type}"
+    return None
+
+
 def insert_first(
     kernel: type, selection: ModuleType, platforms: Sequence[str] = _PLATFORMS
 ) -> None:

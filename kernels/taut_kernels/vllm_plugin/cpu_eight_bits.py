@@ -59,8 +59,6 @@ def obstacle(groups: int, K: int, dtype: torch.dtype) -> str | None:
 def _measure() -> str | None:
     """Compare with the bf16 product that vLLM takes for a layer that is not quantised."""
     layer = cpu_weight_speed.MeasuredLayer(BITS)
-    if not layer.is_right():
-        return None
     theirs = [_Dense(layer.codes.bfloat16()) for _ in range(cpu_choice.COPIES)]
     return layer.why_faster(
         "vLLM's bf16 product", lambda x: [partial(one.multiply, x, None) for one in theirs]
@@ -207,10 +205,4 @@ class _Stored:
 def _refusal(config: Any) -> str | None:
     if not current_platform.is_cpu():
         return f"it is for CPUs, not for {current_platform.device_type}"
-    if config.weight_type not in (scalar_types.uint8b128, scalar_types.uint8):
-        return f"no taut kernel for weights of type {config.weight_type} yet"
-    if (config.weight_type == scalar_types.uint8) != config.zero_points:
-        return f"weight type {config.weight_type} with zero_points={config.zero_points}"
-    if compat.has_act_order(config):
-        return "activation reordering (g_idx) is not supported"
-    return None
+    return compat.why_other_weights(config, scalar_types.uint8b128, scalar_types.uint8)

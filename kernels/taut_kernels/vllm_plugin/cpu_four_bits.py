@@ -41,8 +41,6 @@ def why_not_ours() -> str | None:
 def _measure() -> str | None:
     """Compare both at few and at many tokens, CPU time of this thread."""
     layer = cpu_weight_speed.MeasuredLayer(4)
-    if not layer.is_right():
-        return None
     packed, columns = disk.pack_weight(layer.codes), layer.codes.shape[1]
     qweight, pairs = disk.repack_for_cpu(packed, layer.scale, None, columns)
     theirs, op = [qweight.clone() for _ in range(cpu_choice.COPIES)], torch.ops.taut.w4a16_gemm_cpu

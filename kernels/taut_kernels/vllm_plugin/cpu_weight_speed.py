@@ -51,35 +51,27 @@ class MeasuredLayer:
         self.codes = torch.randint(-half, half, (N, K), generator=generator, dtype=torch.int8)
         scale = torch.rand(N, K // GROUP, generator=generator, dtype=torch.float32)
         rows = torch.randn(max(_TOKENS), K, generator=generator, dtype=torch.float32)
-        self.scale, self._rows, self._bits = scale.bfloat16(), rows.bfloat16(), bits
+        self.scale, self._rows = scale.bfloat16(), rows.bfloat16()
         self._isa = cpu_linear.best_isa()
-
-    def is_right(self) -> bool:
-        """Say whether our product gives the known answer."""
-        packed = cpu_linear.pack(self.codes, self.scale, None, self._bits)
-        N = len(self.codes)
-        y = cpu_linear.multiply(self._rows, *packed, None, N, self._isa).float()
-        rows = self._rows.float()
-        exact = cpu_linear.weight_only_linear_cpu_ref(rows, self.codes, self.scale)
-        return bool(((y - exact).abs() <= _WRONG * exact.abs().max()).all())
+        self._packed = cpu_linear.pack(self.codes, self.scale, None, bits)
 
     def why_faster(self, rival: str, theirs: Callable[[Tensor], Calls]) -> str | None:
-        """Say by how much ours is faster at few and at many tokens together, None where it is not.
+        """Say by how much ours is faster at few and at many tokens together.
+
+        None where it is not, or does not give the known answer.
 
         Args:
             rival: what it is measured against, in words.
             theirs: activations → the other's calls, one for each of ``cpu_choice.COPIES`` weights.
         """
-        weight, scale, _ = cpu_linear.pack(self.codes, self.scale, None, self._bits)
-        own, N = [weight.clone() for _ in range(cpu_choice.COPIES)], len(self.codes)
+        if not self._is_right():
+            return None
+        own = [self._packed[0].clone() for _ in range(cpu_choice.COPIES)]
         ratios = []
         for M in _TOKENS:
             x = self._rows[:M]
             ours, other = cpu_choice.least_times(
-                [
-                    partial(cpu_linear.multiply, x, one, scale, None, None, N, self._isa)
-                    for one in own
-                ],
+                [partial(self._multiply, x, one) for one in own],
                 theirs(x),
             )
             ratios.append(other / ours)
@@ -88,3 +80,12 @@ class MeasuredLayer:
         told = ", ".join(f"{ratio:.2f}" for ratio in ratios)
         tokens = ", ".join(map(str, _TOKENS))
         return f"{rival} takes {told} times as long at {tokens} tokens on this CPU"
+
+    def _multiply(self, x: Tensor, weight: Tensor) -> Tensor:
+        _, scale, zero = self._packed
+        return cpu_linear.multiply(x, weight, scale, zero, None, len(self.codes), self._isa)
+
+    def _is_right(self) -> bool:
+        y = self._multiply(self._rows, self._packed[0]).float()
+        exact = cpu_linear.weight_only_linear_cpu_ref(self._rows.float(), self.codes, self.scale)
+        return bool(((y - exact).abs() <= _WRONG * exact.abs().max()).all())

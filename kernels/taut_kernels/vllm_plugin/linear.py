@@ -181,14 +181,8 @@ def refusal(config: Any) -> str | None:
     Args:
         config: vLLM's description of a layer's shard.
     """
-    if config.weight_type not in (scalar_types.uint4b8, scalar_types.uint4):
-        return f"no taut kernel for weights of type {config.weight_type} yet"
-    if (config.weight_type == scalar_types.uint4) != config.zero_points:
-        return f"weight type {config.weight_type} with zero_points={config.zero_points}"
-    if compat.has_act_order(config):
-        return "activation reordering (g_idx) is not supported"
-    if getattr(config, "out_type", None) not in (None, config.act_type):
-        return f"output type {config.out_type} differs from activation type {config.act_type}"
+    if reason := compat.why_other_weights(config, scalar_types.uint4b8, scalar_types.uint4):
+        return reason
     if not (current_platform.is_cpu() or current_platform.is_cuda()):
         return f"no taut kernel for {current_platform.device_type}"
     K, N = config.partition_weight_shape
