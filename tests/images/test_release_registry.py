@@ -125,8 +125,9 @@ def tagged_checkout(folder: Path, env: dict[str, str]) -> Path:
     root = folder / "checkout"
     shutil.copytree(REPOSITORY / "k8s" / "chart", root / "k8s" / "chart")
     (root / "docker").mkdir()
-    for path in ("docker/release.py", "docker/build.py", "pyproject.toml", ".gitignore"):
-        shutil.copy(REPOSITORY / path, root / path)
+    programs = sorted((REPOSITORY / "docker").glob("*.py"))
+    for path in (*programs, REPOSITORY / "pyproject.toml", REPOSITORY / ".gitignore"):
+        shutil.copy(path, root / path.relative_to(REPOSITORY))
     for image in IMAGES:
         text = f"FROM scratch\nCOPY pyproject.toml /{image}\n"
         (root / "docker" / f"{image}.Dockerfile").write_text(text)
