@@ -113,6 +113,8 @@ def _quantised_linear(
     N, K = shape
     values = torch.randint(-8, 8, shape, generator=generator).to(torch.int8)
     scale = (torch.rand(N, K // group_size, generator=generator) + 0.5) / (5 * K**0.5)
+    if not asymmetric:  # the far end of a group gets the lowest code, of whichever sign it is
+        scale *= torch.randint(0, 2, scale.shape, generator=generator) * 2 - 1
     tensors = {
         "weight_packed": formats.pack_weight(values),
         "weight_scale": scale.to(torch.bfloat16),

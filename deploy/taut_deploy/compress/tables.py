@@ -167,7 +167,7 @@ def _table(
         raise RecipeError(
             f"{keys[0]}: a row of {width} numbers is no whole words of {in_word}; leave it out"
         )
-    spec = GridSpec(asked.bits, group, True, dtype)
+    spec = GridSpec(asked.bits, group, True, dtype, signed_scales=asked.bits < 8)
     stored = PackedIntegerFormat(f"W{asked.bits}A16", spec, Activations())
     named = {id(module): name for name, module in model.named_modules()}
     names = tuple(named[id(modules[key])] for key in keys)

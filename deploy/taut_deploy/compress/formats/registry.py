@@ -29,7 +29,9 @@ _Make = Callable[[Quantize, int | None, torch.dtype], WeightFormat]
 
 
 def _weights_alone(stage: Quantize, group_size: int | None, dtype: torch.dtype) -> WeightFormat:
-    spec = GridSpec(stage.num_bits, group_size, stage.symmetric, dtype)
+    # Of 8 bits one code more is worth nothing; what activations multiply is left to their kernels.
+    signed = stage.symmetric and stage.num_bits < 8
+    spec = GridSpec(stage.num_bits, group_size, stage.symmetric, dtype, signed)
     return PackedIntegerFormat(stage.scheme, spec, Activations())
 
 

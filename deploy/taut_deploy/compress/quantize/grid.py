@@ -26,12 +26,15 @@ class GridSpec:
         group_size: weights per scale along K, or None for one scale per output channel.
         symmetric: False adds an integer zero point per group.
         scale_dtype: dtype the scales are stored in.
+        signed_scales: whether a symmetric group's scale may be negative: there is one code more
+            below zero than above, and the group's far end gets it.
     """
 
     num_bits: int
     group_size: int | None
     symmetric: bool
     scale_dtype: torch.dtype
+    signed_scales: bool = False
 
     def fit(self, weight: torch.Tensor, importance: torch.Tensor | None = None) -> "IntegerGrid":
         """The grid of least importance-weighted error; see :func:`fit_grid`."""
@@ -207,7 +210,10 @@ def encode(
 
 
 def _ends(grouped: torch.Tensor, spec: GridSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ends of each group's range, both [N, G]: zero in it, or in its middle."""
+    """The values of lowest and highest code, both [N, G]: zero between them, or in the middle."""
+    if spec.symmetric and spec.signed_scales:
+        far = grouped.gather(-1, grouped.abs().argmax(-1, keepdim=True))[..., 0]
+        return far, -far
     if spec.symmetric:
         absmax = grouped.abs().amax(-1)
         return -absmax, absmax
@@ -231,7 +237,7 @@ def _range_grid(
 
 def _nonzero(scale: torch.Tensor, tiny: float) -> torch.Tensor:
     # A group of zeros gets scale 1: its codes are zero either way, and nothing divides by zero.
-    return torch.where(scale > tiny, scale, torch.ones_like(scale))
+    return torch.where(scale.abs() > tiny, scale, torch.ones_like(scale))
 
 
 def _round_codes(

@@ -80,6 +80,5 @@ def _fit(
     steps = codes - zero[..., None]
     energy = steps.square().sum(-1)
     fitted = (steps * target).sum(-1) / energy.clamp(min=1e-12)
-    usable = (energy > 0) & (fitted > 0)
-    fitted = torch.where(usable, fitted, scale).to(spec.scale_dtype).float()
-    return torch.where(fitted > 0, fitted, scale), zero
+    fitted = torch.where(energy > 0, fitted, scale).to(spec.scale_dtype).float()
+    return torch.where(fitted * scale > 0, fitted, scale), zero
