@@ -34,13 +34,13 @@ def column_by_column(weight, hessian, scale, zero, group, order, dampening, mask
 
 
 @pytest.mark.parametrize("act_order", [True, False])
-@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(("symmetric", "signed"), [(True, True), (True, False), (False, False)])
 @pytest.mark.parametrize("group", [8, 4])
-def test_codes_equal_the_column_by_column_form(act_order, symmetric, group):
+def test_codes_equal_the_column_by_column_form(act_order, symmetric, signed, group):
     weight = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
     x = correlated(64, 8)
     hessian = x.T @ x / 64
-    spec = GridSpec(4, group, symmetric, torch.float32)
+    spec = GridSpec(4, group, symmetric, torch.float32, signed)
     got = gptq.quantize_weight(weight, gptq.feedback_of(hessian, act_order=act_order), spec)
     scale, zero = fit_grid(weight, spec, hessian.diagonal())
     zero = torch.zeros_like(scale) if zero is None else zero

@@ -23,11 +23,13 @@ def group_error(group, importance, scale, zero):
     )
 
 
-def exhaustive_error(group, importance, symmetric):
+def exhaustive_error(group, importance, kind):
     """The smallest error over all candidate ranges."""
     errors = []
     for shrink in SHRINKS:
-        if symmetric:
+        if kind == "signed":  # the far end is given the lowest code, whichever its sign
+            scale, zero = -max(group, key=abs) * shrink / 7.5, 0
+        elif kind == "symmetric":
             scale, zero = max(abs(w) for w in group) * shrink / 7.5, 0
         else:
             low, high = min(0.0, *group) * shrink, max(0.0, *group) * shrink
@@ -37,13 +39,13 @@ def exhaustive_error(group, importance, symmetric):
     return min(errors)
 
 
-@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("kind", ["signed", "symmetric", "asymmetric"])
 @pytest.mark.parametrize("group_size", [None, 4, 2])
 @pytest.mark.parametrize("weighted", [True, False])
-def test_the_grid_found_is_the_best_of_all_candidates(symmetric, group_size, weighted):
+def test_the_grid_found_is_the_best_of_all_candidates(kind, group_size, weighted):
     weight = matrix()
     importance = torch.rand(8, generator=torch.Generator().manual_seed(1)) if weighted else None
-    spec = GridSpec(4, group_size, symmetric, torch.float32)
+    spec = GridSpec(4, group_size, kind != "asymmetric", torch.float32, kind == "signed")
     scale, zero = fit_grid(weight, spec, importance)
     size = group_size or 8
     costs = [1.0] * 8 if importance is None else importance.double().tolist()
@@ -53,7 +55,22 @@ def test_the_grid_found_is_the_best_of_all_candidates(symmetric, group_size, wei
             group = weight[row, span].double().tolist()
             got_zero = 0 if zero is None else int(zero[row, index])
             got = group_error(group, costs[span], float(scale[row, index]), got_zero)
-            assert got == pytest.approx(exhaustive_error(group, costs[span], symmetric), rel=1e-4)
+            assert got == pytest.approx(exhaustive_error(group, costs[span], kind), rel=1e-4)
+
+
+@pytest.mark.parametrize("num_bits", [2, 3, 4])
+def test_a_signed_scale_gives_the_far_end_the_lowest_code(num_bits):
+    weight = torch.randn(64, 32, generator=torch.Generator().manual_seed(4))
+    signed = GridSpec(num_bits, 32, True, torch.bfloat16, signed_scales=True)
+    quantized = quantize_weight(weight, signed)
+    far = weight.gather(1, weight.abs().argmax(1, keepdim=True))
+    assert bool((quantized.codes.gather(1, weight.abs().argmax(1, keepdim=True)) < 0).all())
+    assert torch.equal(quantized.scale.sign().float(), -far.sign())
+
+    def error(spec):
+        return float((quantize_weight(weight, spec).dequantize() - weight).square().mean())
+
+    assert error(signed) < 0.98 * error(GridSpec(num_bits, 32, True, torch.bfloat16))
 
 
 def test_importance_moves_the_grid_towards_the_channels_that_matter():
@@ -79,11 +96,11 @@ def test_codes_stay_in_range_and_scales_are_exact_in_their_dtype(num_bits):
     assert torch.equal(nearest.to(torch.int8), quantized.codes)
 
 
-@pytest.mark.parametrize("symmetric", [True, False])
-def test_a_group_of_zeros_stays_zero(symmetric):
+@pytest.mark.parametrize(("symmetric", "signed"), [(True, True), (True, False), (False, False)])
+def test_a_group_of_zeros_stays_zero(symmetric, signed):
     weight = matrix()
     weight[2, :4] = 0.0
-    quantized = quantize_weight(weight, GridSpec(4, 4, symmetric, torch.bfloat16))
+    quantized = quantize_weight(weight, GridSpec(4, 4, symmetric, torch.bfloat16, signed))
     assert torch.equal(quantized.dequantize()[2, :4], torch.zeros(4))
     assert torch.isfinite(quantized.scale).all()
 

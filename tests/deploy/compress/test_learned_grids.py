@@ -14,12 +14,12 @@ from taut_deploy.compress.quantize.grid import GridSpec, QuantizedWeight
 SPEC = GridSpec(4, 32, False, torch.float32)
 
 
-@pytest.mark.parametrize("symmetric", [True, False])
-def test_hqq_lowers_the_robust_error_of_plain_rounding(symmetric):
+@pytest.mark.parametrize(("symmetric", "signed"), [(True, True), (True, False), (False, False)])
+def test_hqq_lowers_the_robust_error_of_plain_rounding(symmetric, signed):
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(32, 128, generator=generator)
     weight[::3, ::17] *= 8  # a few outliers, which a squared error would chase
-    spec = GridSpec(4, 64, symmetric, torch.bfloat16)
+    spec = GridSpec(4, 64, symmetric, torch.bfloat16, signed)
 
     def robust(quantized):
         return float((quantized.dequantize() - weight).abs().pow(0.7).sum())
