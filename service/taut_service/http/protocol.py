@@ -60,6 +60,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._timer = Timer()
         self._idle = 0
         self._idle_from = 0.0
+        self._idle_in = rules.unread
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for the first head."""
@@ -104,8 +105,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _unset_keepalive_if_required(self) -> None:
         if self._idle:
-            self._rules.idle.stop(self._idle)
+            self._idle_in.stop(self._idle)
             self._idle = 0
+            if self.flow.watches_rest:
+                self.flow.leave_rest()
 
     def on_response_complete(self) -> None:
         """Go on with the next request sent ahead, or begin to count how long none comes."""
@@ -118,7 +121,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._start_asgi_task(*self.pipeline.pop())  # type: ignore[arg-type]
         else:
             self._idle_from = self.loop.time()
-            self._idle = self._rules.idle.start(self.timeout_keep_alive_handler)
+            self._idle_in = self._rules.unread
+            self._idle = self._idle_in.start(self._see_rest)
+
+    def _see_rest(self) -> None:
+        """See that what is left of the answer is taken; go on to count how long none comes."""
+        self.flow.watch_rest()
+        self._idle_in = self._rules.idle
+        self._idle = self._idle_in.start(self.timeout_keep_alive_handler)
 
     def _start_asgi_task(self, cycle: Cycle, app: ASGIApp) -> None:  # type: ignore[override]
         """Start the application on a request whose turn it is, pipelined ones included."""
