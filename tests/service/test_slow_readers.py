@@ -76,9 +76,10 @@ async def test_reader_below_the_pace_is_cut_off(document: dict[str, Any], bytes_
 
 async def test_slow_reader_at_the_pace_gets_all_of_it() -> None:
     faults = Faults(tokens=300, token="t" * 2000)
+    times = {**TIMES, "write_s": 1.0}
     async with (
         MockEngine(faults) as engine,
-        gateway(settings_for(engine.url, timeouts=TIMES)) as harness,
+        gateway(settings_for(engine.url, timeouts=times)) as harness,
     ):
         found = await narrow_client(harness, STREAM, b"connection: close\r\n")
         taken = await read_at(found, 250_000, 10)
@@ -90,7 +91,7 @@ async def test_slow_reader_at_the_pace_gets_all_of_it() -> None:
 
 async def test_pause_shorter_than_the_limit_costs_nothing() -> None:
     faults = Faults(tokens=300, token="t" * 2000)
-    times = {"write_s": 2.0, "write_min_bytes_per_s": 1}
+    times = {"write_s": 4.0, "write_min_bytes_per_s": 1}
     async with (
         MockEngine(faults) as engine,
         gateway(settings_for(engine.url, timeouts=times)) as harness,
