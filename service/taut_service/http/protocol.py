@@ -30,6 +30,7 @@ from taut_service.http.framing import (
     Framing,
 )
 from taut_service.http.request_head import why_ambiguous
+from taut_service.http.resumed_parser import body_framing, parser_of_body
 from taut_service.http.trailers import Trailers
 from taut_service.timer import Timer
 
@@ -234,10 +235,28 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         except httptools.HttpParserError:
             self.logger.warning(_NOT_HTTP)
             self.send_400_response(_NOT_HTTP)
-        except httptools.HttpParserUpgrade:
-            self._unsupported_upgrade_warning()
+        except httptools.HttpParserUpgrade as upgrade:
+            self._decline_upgrade(data[upgrade.args[0] :])
+            return
         if (framing.open or framing.size) and not self.transport.is_closing():
             self._bound_framing()
+
+    def _decline_upgrade(self, rest: bytes) -> None:
+        """Go on with a request that offers another protocol."""
+        cycle = self.cycle
+        body = body_framing(self.cycle.scope["headers"])
+        if body is None or cycle.scope["method"] == "CONNECT":
+            if rest or cycle.scope["method"] == "CONNECT":
+                # What follows is not for this server to read.
+                self._end_after(cycle)
+            return
+        # The parser has told of its end.
+        cycle.more_body = True
+        cycle.message_event.clear()
+        self._framing.open = True
+        self.parser = parser_of_body(self, body)
+        if rest:
+            self.data_received(rest)
 
     def _bound_framing(self) -> None:
         """Bound an unfinished request, or line ends between two."""
@@ -297,9 +316,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._write_400(msg)
         else:
             # The requests before it are answered first; the connection then ends without a word.
-            last.keep_alive = False
-            last.on_response = self._on_last_response
-            self.flow.give_up_reading()
+            self._end_after(cast("Cycle", last))
+
+    def _end_after(self, last: Cycle) -> None:
+        """Close once a request has been answered; read nothing more."""
+        last.keep_alive = False
+        last.on_response = self._on_last_response
+        self.flow.give_up_reading()
 
     def _end_running(self, msg: str) -> None:
         """End the request that is being answered, since its body or trailers are wrong."""
