@@ -17,11 +17,12 @@ import httptools
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from taut_service.errors import RequestError
 from taut_service.http.client_exchange import SCOPE_KEY, ClientExchange
 from taut_service.http.client_flow import ClientFlow
 from taut_service.http.client_rules import DESCRIPTORS, ClientRules
 from taut_service.http.cycle import Cycle, scope_of
+from taut_service.http.descriptors import number_of
+from taut_service.http.error_answer import invalid_http
 from taut_service.http.framing import (
     FRAMING_TIMEOUT_S,
     MAX_FIELDS,
@@ -30,7 +31,7 @@ from taut_service.http.framing import (
     Framing,
 )
 from taut_service.http.request_head import why_ambiguous
-from taut_service.http.resumed_parser import body_framing, parser_of_body
+from taut_service.http.resumed_parser import parser_of_body
 from taut_service.http.trailers import Trailers
 from taut_service.timer import Timer
 
@@ -75,7 +76,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.number = next(_NUMBERS)
         reserve = self._rules.descriptors
         everybody = cast("set[BoundedHttpProtocol]", self.connections)
-        if reserve is not None and reserve.is_touched_by(_descriptor(transport), len(everybody)):
+        if reserve is not None and reserve.is_touched_by(number_of(transport), len(everybody)):
             reserve.make_room(self, [one for one in everybody if not one.transport.is_closing()])
 
     @property
@@ -85,9 +86,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return None
         if self._timer.handle is not None:
             return self._timer.handle.when() - FRAMING_TIMEOUT_S
-        if self._idle:
-            return self._idle_from
-        return self.loop.time()
+        return self._idle_from if self._idle else self.loop.time()
 
     def drop(self) -> None:
         """Close at once: its descriptor is wanted."""
@@ -243,20 +242,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _decline_upgrade(self, rest: bytes) -> None:
         """Go on with a request that offers another protocol."""
-        cycle = self.cycle
-        body = body_framing(self.cycle.scope["headers"])
-        if body is None or cycle.scope["method"] == "CONNECT":
-            if rest or cycle.scope["method"] == "CONNECT":
-                # What follows is not for this server to read.
-                self._end_after(cycle)
-            return
-        # The parser has told of its end.
-        cycle.more_body = True
-        cycle.message_event.clear()
-        self._framing.open = True
-        self.parser = parser_of_body(self, body)
-        if rest:
-            self.data_received(rest)
+        parser = parser_of_body(self, self.cycle)
+        if parser is not None:
+            self._framing.open = True
+            self.parser = parser
+            if rest:
+                self.data_received(rest)
+        elif rest or self.cycle.scope["method"] == "CONNECT":
+            # What follows is not for this server to read.
+            self._end_after(self.cycle)
 
     def _bound_framing(self) -> None:
         """Bound an unfinished request, or line ends between two."""
@@ -342,12 +336,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         return None if exchange is None or exchange.answered else exchange.cycle
 
     def _write_400(self, msg: str) -> None:
-        body = RequestError(self._refusal or msg, code="invalid_http").body()
-        head = (
-            "HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
-        )
-        self.transport.write(head.encode() + body)
+        self.transport.write(invalid_http(self._refusal or msg))
         self.transport.close()
 
     def _wait_for_framing(self) -> None:
@@ -359,8 +348,3 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._wait_for_framing()
         else:
             self.transport.close()
-
-
-def _descriptor(transport: asyncio.Transport) -> int:
-    number: int = transport.get_extra_info("socket").fileno()
-    return number

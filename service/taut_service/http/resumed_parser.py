@@ -13,6 +13,8 @@ from collections.abc import Iterable
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from taut_service.http.cycle import Cycle
+
 
 class _BeyondHead:
     """Passes on what a parser tells, but for its first head."""
@@ -42,25 +44,28 @@ class _BeyondHead:
             self._told.on_headers_complete()
 
 
-def body_framing(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
-    """Return the header that says how long a request's body is; None if it has none.
+def parser_of_body(told: HttpToolsProtocol, cycle: Cycle) -> httptools.HttpRequestParser | None:
+    """Take back that a request has ended; return a parser for its body and what follows.
 
     Args:
-        headers: of a head that a parser took, which has one such header at most.
+        told: of both.
+        cycle: of a request whose head a parser took, which has one length at most.
+
+    Returns:
+        None if there is no body, or one that means nothing (RFC 9110 §9.3.6).
     """
+    framing = None if cycle.scope["method"] == "CONNECT" else _framing(cycle.scope["headers"])
+    if framing is None:
+        return None
+    cycle.more_body = True
+    cycle.message_event.clear()
+    parser = httptools.HttpRequestParser(_BeyondHead(told))
+    parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n" % framing)
+    return parser
+
+
+def _framing(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
     for name, value in headers:
         if name == b"transfer-encoding" or (name == b"content-length" and int(value)):
             return b"%b: %b\r\n" % (name, value)
     return None
-
-
-def parser_of_body(told: HttpToolsProtocol, framing: bytes) -> httptools.HttpRequestParser:
-    """Return a parser that expects a body, and then the next request.
-
-    Args:
-        told: of the body, and of all that follows.
-        framing: what :func:`body_framing` returned.
-    """
-    parser = httptools.HttpRequestParser(_BeyondHead(told))
-    parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n" % framing)
-    return parser
