@@ -434,3 +434,18 @@ async def test_client_that_waits_for_100_continue_gets_it_when_its_body_is_wante
     client.writer.write(body)
     assert (await client.answer()).status == 200
     client.close()
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (b"NaN", "NaN is no number there"),
+        (b"-Infinity", "-Infinity is no number there"),
+        (b"9" * 5000, "a number has thousands of digits"),
+    ],
+    ids=["NaN", "Infinity", "digits"],
+)
+async def test_what_is_no_json_is_named(harness: Harness, value: bytes, said: str) -> None:
+    answer = await harness.post(b'{"model":"m","prompt":"x","seed":' + value + b"}")
+    check(answer, 400, None, "invalid_json")
+    assert answer.error["message"] == f"the request body is not acceptable JSON: {said}"
