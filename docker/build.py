@@ -23,7 +23,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
 
 from locked_wheels import COMPILED, LOCKS, WITH_TORCH, download_wheels
-from platforms import MACHINES, BuildError, is_foreign, require_runnable
+from platforms import MACHINES, BuildError, is_foreign, require_base, require_runnable
 
 ROOT = Path(__file__).resolve().parents[1]
 DEFAULT = ("gateway", "worker-cpu", "toolbox")
@@ -285,6 +285,24 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _engine(asked: str | None) -> str:
+    """The engine that was asked for, else Docker where it can build, else buildah.
+
+    Raises:
+        BuildError: it is not here, or is a Docker without BuildKit.
+    """
+    if asked != "buildah" and shutil.which("docker"):
+        buildx = ["docker", "buildx", "version"]
+        if not subprocess.run(buildx, capture_output=True, check=False).returncode:
+            return "docker"
+        if asked == "docker":
+            raise BuildError("this docker has no buildx: install it, or give --engine buildah")
+    engine = asked or "buildah"
+    if shutil.which(engine) is None:
+        raise BuildError(f"no {engine} here: install Docker, or buildah and podman")
+    return engine
+
+
 def main() -> int:
     """Build what the command line names; returns the exit code."""
     given = _parser().parse_args()
@@ -292,9 +310,10 @@ def main() -> int:
     try:
         if unknown := [image for image in images if image not in LOCKS]:
             raise BuildError(f"{unknown[0]}: no such image; there are {', '.join(LOCKS)}")
-        engine = given.engine or ("docker" if shutil.which("docker") else "buildah")
-        if shutil.which(engine) is None:
-            raise BuildError(f"no {engine} here: install Docker, or buildah and podman")
+        engine = _engine(given.engine)
+        if given.base_image is None:
+            for image in images:
+                require_base(image, given.platform)
         if not given.no_sbom:
             find_syft()
         if (

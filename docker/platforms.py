@@ -7,6 +7,8 @@ from pathlib import Path
 
 MACHINES = {"linux/amd64": "x86_64", "linux/arm64": "aarch64"}
 """Docker's name of a platform → the kernel's, which wheels and QEMU use too."""
+ONE_PLATFORM = {"worker-cuda": "linux/amd64"}
+"""Images whose pinned base is of one platform."""
 _HANDLERS = Path("/proc/sys/fs/binfmt_misc")
 
 
@@ -17,6 +19,25 @@ class BuildError(Exception):
 def is_foreign(name: str) -> bool:
     """Whether programs of platform ``name`` are not this machine's own."""
     return MACHINES[name] != platform.machine()
+
+
+def require_base(image: str, name: str | None) -> None:
+    """Refuse an image for a platform that its pinned base is not of.
+
+    Args:
+        image: its name.
+        name: of the platform, as Docker spells it; None for this machine's.
+
+    Raises:
+        BuildError: naming the platform that the base is of.
+    """
+    only = ONE_PLATFORM.get(image)
+    if only is None or (name == only if name is not None else not is_foreign(only)):
+        return
+    raise BuildError(
+        f"{image}: its pinned base is of {only} alone; give --platform {only},"
+        " or --base-image with one of the platform you want"
+    )
 
 
 def require_runnable(name: str, handlers: Path = _HANDLERS) -> None:

@@ -2,8 +2,8 @@
 """Publish a version: images by digest, bills of materials, the chart, signatures.
 
 ``release.py --registry REGISTRY`` prints every command and does nothing; ``--push`` does them.
-Needs Docker (or buildah, for this machine's platform only), syft, cosign and helm, each logged in
-to the registry. The published chart names the images by their digests, so that whoever installs
+Needs Docker (or buildah, for one platform at a time), syft, cosign and helm, each logged in to the
+registry. The published chart names the images by their digests, so that whoever installs
 it sets no name of an image. Standard library only.
 """
 
@@ -23,8 +23,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
 
 from build import LOCKS, ROOT, BuildError, Options, Publish, build_command, project_version, tag_of
+from platforms import ONE_PLATFORM, require_runnable
 
-_ONE_PLATFORM = {"worker-cuda": "linux/amd64"}  # that of the base image that is pinned
 _IN_CHART = {"gateway": "gateway", "worker": "worker-cpu", "toolbox": "toolbox"}
 _REGISTRY = re.compile(r"[a-z0-9][a-z0-9.-]*(:\d+)?(/[a-z0-9._-]+)*")
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
@@ -95,13 +95,17 @@ def steps(release: Release, digest_of: DigestOf) -> Iterator[Step]:
 def _image_steps(release: Release, image: str, digest_of: DigestOf) -> Iterator[Step]:
     name = f"{release.repository(image)}:{release.version}"
     file = release.digest_file(image)
-    only = _ONE_PLATFORM.get(image)
-    publish = Publish(name, (only,) if only else release.platforms, file)
-    yield build_command(
-        image, Options(release.engine, torch_index=release.torch_index, publish=publish)
-    )
     if release.engine == "buildah":
-        yield ["buildah", "push", "--digestfile", str(file), tag_of(image), f"docker://{name}"]
+        platform = ONE_PLATFORM.get(image, release.platforms[0])
+        options = Options("buildah", torch_index=release.torch_index, platform=platform)
+        yield build_command(image, options)
+        built = tag_of(image, platform)
+        yield ["buildah", "push", "--digestfile", str(file), built, f"docker://{name}"]
+    else:
+        only = ONE_PLATFORM.get(image)
+        publish = Publish(name, (only,) if only else release.platforms, file)
+        options = Options("docker", torch_index=release.torch_index, publish=publish)
+        yield build_command(image, options)
     reference = f"{release.repository(image)}@{digest_of(image)}"
     sbom = release.folder / f"taut-{image}.spdx.json"
     yield ["syft", "scan", "--quiet", f"registry:{reference}", "--output", f"spdx-json={sbom}"]
@@ -186,10 +190,14 @@ def require_ready(release: Release) -> None:
 
     Raises:
         ReleaseError: a program is missing, or this is not the commit of the version's tag.
+        BuildError: buildah is to build what does not run here.
     """
     for program in (release.engine, "syft", "cosign", "helm"):
         if shutil.which(program) is None:
             raise ReleaseError(f"no {program} here: --push needs it on the PATH")
+    if release.engine == "buildah":
+        for platform in sorted({*release.platforms, *ONE_PLATFORM.values()}):
+            require_runnable(platform)
     git = ["git", "-C", str(ROOT)]
     changed = subprocess.run(
         [*git, "status", "--porcelain"], capture_output=True, text=True, check=False
@@ -246,8 +254,8 @@ def main() -> int:
         registry = checked_registry(given.registry)
         if unknown := [each for each in platforms if each not in ("linux/amd64", "linux/arm64")]:
             raise ReleaseError(f"--platforms {unknown[0]}: linux/amd64 and linux/arm64 are known")
-        if given.engine == "buildah" and platforms != ("linux/amd64",):
-            raise ReleaseError("--engine buildah: builds for linux/amd64 only; use docker")
+        if given.engine == "buildah" and len(platforms) > 1:
+            raise ReleaseError("--engine buildah: builds for one platform; use docker for both")
         release = Release(
             registry,
             given.engine,

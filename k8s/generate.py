@@ -118,11 +118,18 @@ def _let_spellings_pass(written: dict[str, Any]) -> None:
         if "podAnnotations" in section.get("properties", {})
     ]
     for kind, keys in yaml.safe_load(SPELLINGS.read_text()).items():
-        for place in places.get(kind) or [written["properties"][kind]]:
+        for place in places.get(kind) or [_section(written, kind)]:
             clash = set(keys) & place["properties"].keys()
             if clash:
                 raise ValueError(f"{SPELLINGS.name}: {kind}: keys of the chart: {sorted(clash)}")
             place["properties"] |= {key: {} for key in keys}
+
+
+def _section(written: dict[str, Any], path: str) -> dict[str, Any]:
+    """The part of the schema that describes a section, its names apart by dots."""
+    for name in path.split("."):
+        written = written["properties"][name]
+    return written
 
 
 def _reached(schema_part: object, definitions: dict[str, Any]) -> list[str]:

@@ -91,6 +91,9 @@ def _port(text: str) -> int:
 
 
 def _serve(settings: Settings, path: Path, host: str, port: int) -> int:
+    # FastAPI asks of each route whether its types are of pydantic 1, and imports all of that to
+    # ask: 1.5 MB that nothing here uses. Where it is not there, it takes that for a no.
+    sys.modules.setdefault("pydantic.v1", None)  # type: ignore[arg-type]
     # Imported late: --check and a wrong file need neither FastAPI nor uvicorn.
     import prometheus_client
 

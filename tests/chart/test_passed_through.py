@@ -17,6 +17,7 @@ GATEWAY = ("Deployment", "-gateway")
 WORKER = ("Deployment", "-worker-w8a8")
 LABELS = {"team": "x"}
 PEERS = [{"podSelector": {"matchLabels": {"app": "x"}}}]
+SLOW = {"scaleDown": {"policies": [{"type": "Pods", "value": 1, "periodSeconds": 60}]}}
 EXISTS = [{"key": "x", "operator": "Exists"}]
 
 
@@ -121,6 +122,16 @@ PLACES = [
      "spec.metrics.2", None, pods_metric("queued", "20")),
     (CANARY, "gateway.autoscaling.cpuPercent", 0, ("HorizontalPodAutoscaler", "-gateway"),
      "spec.metrics.0.type", "Pods", "ContainerResource"),
+    (CANARY, "gateway.autoscaling.behavior", SLOW, ("HorizontalPodAutoscaler", "-gateway"),
+     "spec.behavior", SLOW, None),
+    (GPU, "gateway.autoscaling.behavior", SLOW, ("ScaledObject", "-gateway"),
+     "spec.advanced.horizontalPodAutoscalerConfig.behavior", SLOW, None),
+    (CANARY, "variants.0.autoscaling.behavior", SLOW, ("ScaledObject", "-worker-baseline"),
+     "spec.advanced.horizontalPodAutoscalerConfig.behavior", SLOW, None),
+    (CANARY, "variants.2.autoscaling.behavior", SLOW,
+     ("HorizontalPodAutoscaler", "-worker-w4a16"), "spec.behavior.scaleDown",
+     {**SLOW["scaleDown"], "stabilizationWindowSeconds": 600},
+     {"stabilizationWindowSeconds": 600}),
     (GPU, "gateway.autoscaling.queuedPerReplica", 0, ("ScaledObject", "-gateway"),
      "spec.triggers.1", None, trigger_of("queued", "10")),
 ]  # fmt: skip

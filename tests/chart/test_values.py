@@ -149,6 +149,18 @@ CROSSED = [
         "gateway.autoscaling.minReplicas: 9 is more than maxReplicas 8",
     ),
     (
+        CPU,
+        "gateway.autoscaling.behavior",
+        {"scaleDown": {"stabilizationWindowSeconds": 60}},
+        "gateway.autoscaling.behavior: unused with kind none",
+    ),
+    (
+        GPU,
+        "monitoring.serviceMonitor.scrapeTimeout",
+        "1m",
+        "monitoring.serviceMonitor.scrapeTimeout: 1m is more than interval 15s",
+    ),
+    (
         CANARY,
         "variants.0.autoscaling.minReplicas",
         7,

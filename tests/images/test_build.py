@@ -102,7 +102,7 @@ def test_a_build_writes_a_bill_of_materials_unless_told_not_to(
     monkeypatch.setattr(build, "find_syft", lambda: "syft")
     monkeypatch.setattr(build, "write_sbom", lambda name, *_: written.append(name))
     monkeypatch.setattr(build, "debian_packages", lambda *_: ["tini=0.19.0-1"])
-    monkeypatch.setattr(build.shutil, "which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr(build, "_engine", lambda _: "docker")
     packages = ["--packages", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["build.py", *arguments, *packages, "gateway"])
     assert build.main() == 0
@@ -131,6 +131,52 @@ def test_an_image_says_which_debian_packages_it_has(monkeypatch: pytest.MonkeyPa
     asked = engine().podman("run", "--rm", "--entrypoint", query[0], name, *query[1:])
     assert said == asked.stdout.splitlines()
     assert any(each.startswith("tini=0.") for each in said)
+
+
+@pytest.mark.parametrize(
+    ("asked", "buildx", "said"),
+    [
+        ([], 0, "docker buildx build"),
+        ([], 1, "no buildah here: install Docker, or buildah and podman"),
+        (["--engine", "docker"], 1, "this docker has no buildx: install it, or give --engine"),
+    ],
+)
+def test_docker_builds_where_it_has_buildx(
+    asked: list[str], buildx: int, said: str, tmp_path: Path
+):
+    docker = tmp_path / "docker"
+    docker.write_text(f"#!/bin/sh\n[ $2 = build ] && exit 1\nexit {buildx}\n")
+    docker.chmod(0o755)
+    done = subprocess.run(
+        [sys.executable, SCRIPT, "--no-sbom", *asked, "gateway"],
+        capture_output=True,
+        text=True,
+        env={"PATH": str(tmp_path)},
+    )
+    assert done.returncode == 1
+    assert said in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ([], "worker-cuda: its pinned base is of linux/amd64 alone"),
+        (["--base-image", "a@sha256:00"], "failed: docker buildx build"),
+    ],
+)
+def test_cuda_image_for_arm_wants_a_base_for_arm(more: list[str], said: str, tmp_path: Path):
+    docker = tmp_path / "docker"
+    docker.write_text("#!/bin/sh\n[ $2 = build ] && exit 1\nexit 0\n")
+    docker.chmod(0o755)
+    asked = ["--no-sbom", "--platform", "linux/arm64", *more, "worker-cuda"]
+    done = subprocess.run(
+        [sys.executable, SCRIPT, *asked],
+        capture_output=True,
+        text=True,
+        env={"PATH": str(tmp_path)},
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert said in done.stderr
 
 
 def test_a_build_without_syft_ends_before_it_begins(

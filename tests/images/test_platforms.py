@@ -59,6 +59,25 @@ def test_platform_that_cannot_run_here_is_refused_before_a_build(
         build.require_runnable(OTHER, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("image", "name", "refused"),
+    [
+        ("worker-cuda", "linux/arm64", True),
+        ("worker-cuda", "linux/amd64", False),
+        ("worker-cuda", None, platform.machine() != "x86_64"),
+        ("worker-cpu", "linux/arm64", False),
+    ],
+)
+def test_image_whose_base_is_of_one_platform_is_refused_for_another(
+    build: ModuleType, image: str, name: str | None, refused: bool
+):
+    if not refused:
+        build.require_base(image, name)
+        return
+    with pytest.raises(build.BuildError, match=r"worker-cuda: .* of linux/amd64 alone"):
+        build.require_base(image, name)
+
+
 def test_own_platform_needs_no_emulation(build: ModuleType, tmp_path: Path):
     (own,) = (name for name, machine in build.MACHINES.items() if machine == platform.machine())
     build.require_runnable(own, tmp_path)

@@ -70,6 +70,17 @@ def test_platforms_are_those_asked_for_and_of_the_cuda_image_its_base_s(tmp_path
     assert [line[line.index("--platform") + 1] for line in said] == [both] * 3 + ["linux/amd64"]
 
 
+@pytest.mark.parametrize("platform", ["linux/amd64", "linux/arm64"])
+def test_buildah_builds_and_pushes_the_platform_that_was_asked_for(platform: str, tmp_path: Path):
+    done = release("--engine", "buildah", "--platforms", platform, path=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    said = [line.split() for line in done.stdout.splitlines() if line.startswith("buildah")]
+    built, pushed = said[::2], said[1::2]
+    wanted = [platform] * 3 + ["linux/amd64"]
+    assert [line[line.index("--platform") + 1] for line in built] == wanted
+    assert [line[line.index("--tag") + 1] for line in built] == [line[-2] for line in pushed]
+
+
 def test_a_key_signs_all_and_no_log_is_told(tmp_path: Path):
     done = release("--signing-key", "cosign.key", path=str(tmp_path))
     said = [line.split() for line in done.stdout.splitlines() if line.startswith("cosign")]
@@ -86,8 +97,8 @@ def test_a_key_signs_all_and_no_log_is_told(tmp_path: Path):
         ("registry.example", ["--platforms", "linux/s390x"], "--platforms linux/s390x: linux/amd"),
         (
             "registry.example",
-            ["--engine", "buildah", "--platforms", "linux/arm64"],
-            "--engine buildah: builds for linux/amd64 only",
+            ["--engine", "buildah", "--platforms", "linux/amd64,linux/arm64"],
+            "--engine buildah: builds for one platform",
         ),
         ("registry.example", ["--push"], "no docker here: --push needs it on the PATH"),
     ],

@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mock_engine import MockEngine
-from raw_client import HANGS_S
+from patience import HANGS_S, eventually
 
 from taut_service.app import create_app
 from taut_service.config.settings import Settings
@@ -26,7 +25,6 @@ MODEL = "m"
 QUICK = ProbeTimes(
     not_ready_s=0.03, ready_s=0.1, woken_s=0.01, health_timeout_s=0.5, first_look_s=0
 )
-STILL_S = 0.02
 COMPLETION = {"model": MODEL, "prompt": "hello", "max_tokens": 8}
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
 
@@ -176,30 +174,6 @@ class Harness:
             for model in report["models"].values()
             for worker in model["workers"]
         }
-
-
-async def eventually(condition: Callable[[], Any], timeout_s: float = HANGS_S) -> float:
-    """Wait until a plain or async condition holds; return the seconds that took, as counted.
-
-    What counts is time in which this process could run: a machine that stands still for seconds
-    moves every clock, so a turn counts as what it computed, or as STILL_S at most.
-
-    Raises:
-        TimeoutError: ``timeout_s`` seconds so counted have passed.
-    """
-    counted = 0.0
-    async with asyncio.timeout(timeout_s + HANGS_S):
-        while counted < timeout_s:
-            began, computed = time.monotonic(), time.process_time()
-            result = condition()
-            if asyncio.iscoroutine(result):
-                result = await result
-            if result:
-                return counted
-            await asyncio.sleep(0.005)
-            computed = time.process_time() - computed
-            counted += min(time.monotonic() - began, max(computed, STILL_S))
-    raise TimeoutError(f"not within {timeout_s} s")
 
 
 @asynccontextmanager

@@ -9,8 +9,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-HANGS_S = 30.0
-"""After these something hangs; no statement of how fast it is."""
+from patience import HANGS_S, within
+
 HOST = "127.0.0.1"
 MODEL = "m"
 CHAT = "/v1/chat/completions"
@@ -98,7 +98,7 @@ class Client:
 
 
 async def post(
-    port: int, body: bytes, path: str = COMPLETIONS, timeout_s: float = 20, **headers: str
+    port: int, body: bytes, path: str = COMPLETIONS, timeout_s: float = HANGS_S, **headers: str
 ) -> Answer:
     """One request on a connection of its own."""
     async with asyncio.timeout(timeout_s):
@@ -117,7 +117,7 @@ async def exchange(port: int, data: bytes, patience_s: float = 3.0) -> bytes:
     try:
         writer.write(data)
         with contextlib.suppress(TimeoutError, ConnectionError):
-            while piece := await asyncio.wait_for(reader.read(65536), patience_s):
+            while piece := await within(patience_s, reader.read(65536)):
                 found += piece
     finally:
         writer.transport.abort()

@@ -8,6 +8,7 @@ import pytest
 from admin_harness import Admin, administered
 from gateway_harness import Client, settings_for
 from mock_engine import MockEngine
+from patience import within
 
 from taut_service.config.settings import Settings
 from taut_service.http import small_bodies
@@ -38,9 +39,8 @@ async def test_large_bodies_are_refused(keys: bool) -> None:
         announced = await admin.ask("PUT", WEIGHTS, b" " * (small_bodies.MAX_BYTES + 1))
         assert (announced.status, announced.error["code"]) == (413, "request_too_large")
         client = await chunked(admin, 20, 16 * 1024)
-        async with asyncio.timeout(5):
-            # Not all of it has been sent, nor will be.
-            answer = await client.answer()
+        # Not all of it has been sent, nor will be.
+        answer = await within(5, client.answer())
         assert (answer.status, answer.error["code"]) == (413, "request_too_large")
         client.close()
 
@@ -57,8 +57,7 @@ async def test_slow_body_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(small_bodies, "ARRIVAL_S", 0.2)
     async with MockEngine() as engine, administered(settings(engine)) as admin:
         client = await chunked(admin, 1, 10)
-        async with asyncio.timeout(5):
-            answer = await client.answer()
+        answer = await within(5, client.answer())
         assert (answer.status, answer.error["code"]) == (408, "body_timeout")
         client.close()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 import pytest_asyncio
 from gateway_harness import CHAT, COMPLETION, Answer, Harness, gateway, settings_for
 from mock_engine import MockEngine
+from patience import within
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 MAX_BODY = 100_000
@@ -409,8 +409,7 @@ async def test_connection_without_a_request_is_closed(
     silent, slow = await harness.connect(), await harness.connect()
     slow.writer.write(b"GET /health/live HTTP/1.1\r\nhost: ")
     for client in (silent, slow):
-        async with asyncio.timeout(2):
-            assert await client.reader.read() == b""
+        assert await within(2, client.reader.read()) == b""
         client.close()
 
 
@@ -435,3 +434,18 @@ async def test_client_that_waits_for_100_continue_gets_it_when_its_body_is_wante
     client.writer.write(body)
     assert (await client.answer()).status == 200
     client.close()
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (b"NaN", "NaN is no number there"),
+        (b"-Infinity", "-Infinity is no number there"),
+        (b"9" * 5000, "a number has thousands of digits"),
+    ],
+    ids=["NaN", "Infinity", "digits"],
+)
+async def test_what_is_no_json_is_named(harness: Harness, value: bytes, said: str) -> None:
+    answer = await harness.post(b'{"model":"m","prompt":"x","seed":' + value + b"}")
+    check(answer, 400, None, "invalid_json")
+    assert answer.error["message"] == f"the request body is not acceptable JSON: {said}"

@@ -15,6 +15,7 @@ import pytest
 import yaml
 from gateway_harness import COMPLETION, Client, Harness, eventually, gateway, settings_for
 from mock_engine import Faults, MockEngine
+from patience import within
 
 from taut_service.errors import UnavailableError
 from taut_service.expiry import Expiry
@@ -94,8 +95,7 @@ async def test_live_stream_finishes_and_the_process_exits_0(
         text = b"".join([chunk async for chunk in client.chunks()])
         assert text.count(b" tok") == 40
         assert text.endswith(b"data: [DONE]\n\n")
-        async with asyncio.timeout(5):
-            stdout, stderr = await process.communicate()
+        stdout, stderr = await within(5, process.communicate())
         assert process.returncode == 0
         assert b"Traceback" not in stderr
         log = [json.loads(line) for line in stdout.splitlines()]
@@ -116,8 +116,7 @@ async def test_stream_that_outlives_the_drain_is_ended_with_an_error_event(tmp_p
         text = b"".join([chunk async for chunk in client.chunks()])
         last = json.loads(text.split(b"\n\n")[-2].removeprefix(b"data: "))
         assert last["error"]["code"] == "shutting_down"
-        async with asyncio.timeout(8):
-            assert await process.wait() == 0
+        assert await within(8, process.wait()) == 0
         await eventually(lambda: engine.aborted == 1)
 
 
@@ -130,8 +129,7 @@ async def test_idle_gateway_ends_at_once(tmp_path: Path) -> None:
         await idle.send("GET", "/health/live")
         await idle.answer()
         process.terminate()
-        async with asyncio.timeout(5):
-            assert await process.wait() == 0
+        assert await within(5, process.wait()) == 0
         idle.close()
 
 
@@ -149,8 +147,7 @@ async def test_second_signal_ends_at_once(tmp_path: Path) -> None:
         await asyncio.sleep(0.2)
         assert process.returncode is None
         process.terminate()
-        async with asyncio.timeout(8):
-            await process.wait()
+        await within(8, process.wait())
 
 
 async def test_queued_request_is_served_within_the_drain() -> None:
@@ -221,8 +218,7 @@ async def test_what_is_ending_cannot_be_reopened_and_can_be_hurried() -> None:
     assert drain.draining
     drain.hurry()
     drain.leave(watch)
-    async with asyncio.timeout(1):
-        assert await finishing
+    assert await within(1, finishing)
 
 
 async def never() -> dict[str, object]:

@@ -64,8 +64,7 @@ async def test_b_gauges_do_not_leak_on_disconnects_and_failed_attempts(tmp_path:
     async with house(tmp_path, engines=2, behaviour={"itl_s": 0.05, "chunks": 500}) as home:
         home.engines[0].behave(fault="reset", fault_every=2)
         visitors = [await Single().ask(home.port, STREAM) for _ in range(20)]
-        await asyncio.sleep(0.3)
-        assert home.gateway.in_flight() > 0
+        await eventually(lambda: home.gateway.in_flight() > 0)
         for visitor in visitors:
             visitor.transport.abort()
         await home.quiet()
@@ -133,7 +132,8 @@ async def test_f_load_that_workers_report_under_their_present_names_is_used(
         for client in others:  # not through the gateway, which can only know it from /metrics
             client.send(body_of())
         await eventually(lambda: home.engines[0].state()["waiting"] == 56)
-        await asyncio.sleep(2.5)  # two scrapes at the default pace
+        seen = home.engines[0].state()["scrapes"]
+        await eventually(lambda: home.engines[0].state()["scrapes"] >= seen + 2)
         busy = home.engines[0].state()["started"]
         for _ in range(50):
             assert (await post(home.port, body_of())).status == 200

@@ -11,7 +11,7 @@ import asyncio
 import time
 from pathlib import Path
 
-from live_processes import House, house, report, scaled
+from live_processes import House, eventually, house, report, scaled
 from raw_client import CHAT, COMPLETIONS, body_of, post
 
 from taut_deploy.bench.gateway_load import ClosedLoop, OpenLoop, chat_body, request_bytes
@@ -87,7 +87,7 @@ async def test_goodput_and_memory_hold_at_ten_times_the_capacity(tmp_path: Path)
 
 async def test_refusal_says_when_to_come_back(tmp_path: Path) -> None:
     admission = {"max_inflight": 1, "max_queued": 0, "queue_timeout_s": 1}
-    async with house(tmp_path, behaviour={"ttft_s": 0.5}, admission=admission) as home:
+    async with house(tmp_path, behaviour={"ttft_s": 2}, admission=admission) as home:
         answers = await asyncio.gather(*(post(home.port, body_of()) for _ in range(5)))
         refused = [answer for answer in answers if answer.status == 429]
         assert len(refused) == 4
@@ -109,12 +109,9 @@ async def test_overload_of_the_engine_itself_is_not_the_clients_failure(tmp_path
 
 async def test_queue_empties_when_its_clients_leave(tmp_path: Path) -> None:
     admission = {"max_inflight": 1, "max_queued": 100, "queue_timeout_s": 30}
-    async with house(tmp_path, behaviour={"ttft_s": 2}, admission=admission) as home:
-        waiting = [
-            asyncio.create_task(post(home.port, body_of(), COMPLETIONS, 10)) for _ in range(50)
-        ]
-        await asyncio.sleep(0.5)
-        assert home.gateway.total("taut_queued_requests") == 49
+    async with house(tmp_path, behaviour={"ttft_s": 9}, admission=admission) as home:
+        waiting = [asyncio.create_task(post(home.port, body_of(), COMPLETIONS)) for _ in range(50)]
+        await eventually(lambda: home.gateway.total("taut_queued_requests") == 49)
         for task in waiting:
             task.cancel()
         await home.quiet()

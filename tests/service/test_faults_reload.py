@@ -55,8 +55,7 @@ async def test_streams_of_a_worker_that_is_taken_out_go_on_to_their_end(tmp_path
             asyncio.create_task(post(home.port, body_of(stream=True), timeout_s=30))
             for _ in range(20)
         ]
-        await asyncio.sleep(0.5)
-        assert home.engines[0].state()["open"] > 0
+        await eventually(lambda: home.engines[0].state()["open"] > 0)
         rewrite(home, models=model_with(home, 1))
         await eventually(lambda: series_of_workers(home) == {1})
         before = home.engines[0].state()["started"]
@@ -80,8 +79,9 @@ async def test_bad_file_is_refused_in_one_line_and_the_old_one_stays(tmp_path: P
             await eventually(lambda n=length: len(home.gateway.text()) > n)  # type: ignore[misc]
             assert (await post(home.port, body_of())).status == 200
         home.gateway.file.unlink()
+        length = len(home.gateway.text())
         home.gateway.signal(signal.SIGHUP)
-        await asyncio.sleep(0.3)
+        await eventually(lambda: len(home.gateway.text()) > length)
         assert (await post(home.port, body_of())).status == 200
         home.gateway.file.write_text(good.replace("name: m\n", "name: renamed\n"))
         home.gateway.signal(signal.SIGHUP)

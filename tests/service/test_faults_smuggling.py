@@ -7,19 +7,22 @@ worker hears of it; one of :data:`UNAMBIGUOUS` reaches a worker exactly once, we
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
 from live_processes import House, call, house
-from raw_client import exchange, post
+from raw_client import Client, exchange, post
 
 BODY = b'{"model":"m","prompt":"a"}'
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: t\r\ncontent-type: application/json\r\n"
 LENGTH = b"content-length: %d\r\n\r\n" % len(BODY)
 CHUNKED_BODY = b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
 HIDDEN = HEAD + LENGTH + BODY
+OFFER = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAA\r\n"
+"""Java's client sends it with its first request to a server."""
 TE = b"transfer-encoding: chunked\r\n"
 
 
@@ -137,6 +140,16 @@ async def test_connection_is_closed_after_a_refusal(home: House, name: str) -> N
     assert 200 not in statuses(answer)
 
 
+@pytest.mark.parametrize("name", [name for name, each in REFUSED.items() if HEAD in each])
+async def test_offer_of_another_protocol_makes_nothing_clear(home: House, name: str) -> None:
+    offered = REFUSED[name].replace(HEAD, HEAD + OFFER, 1)
+    before = home.engines[0].state()["started"]
+    answer = await exchange(home.port, offered + HIDDEN, patience_s=1)
+    assert len(statuses(answer)) == 1
+    assert 400 <= statuses(answer)[0] < 500
+    assert home.engines[0].state()["started"] == before
+
+
 @pytest.mark.parametrize("name", UNAMBIGUOUS)
 async def test_unusual_but_clear_request_reaches_a_worker_once(home: House, name: str) -> None:
     before = home.engines[0].state()["started"]
@@ -166,6 +179,35 @@ async def test_upgrade_is_not_followed(home: House) -> None:
     upgrade += b"sec-websocket-key: AAAAAAAAAAAAAAAAAAAAAA==\r\nsec-websocket-version: 13\r\n\r\n"
     before = home.engines[0].state()["started"]
     assert 101 not in statuses(await exchange(home.port, upgrade + HIDDEN, patience_s=1))
+    assert home.engines[0].state()["started"] == before
+
+
+@pytest.mark.parametrize(
+    "framed", [LENGTH + BODY, TE + b"\r\n" + CHUNKED_BODY], ids=["length", "chunked"]
+)
+@pytest.mark.parametrize("pause_s", [0, 0.2])
+async def test_body_of_a_declined_upgrade_is_no_request(
+    home: House, framed: bytes, pause_s: float
+) -> None:
+    """A parser that takes what follows such a head for another protocol loses the body."""
+    before = home.engines[0].state()["started"]
+    head, _, body = (HEAD + OFFER + framed).partition(b"\r\n\r\n")
+    client = await Client.connect(home.port)
+    for _ in range(2):
+        client.writer.write(head + b"\r\n\r\n")
+        await asyncio.sleep(pause_s)
+        client.writer.write(body)
+        assert (await client.answer()).status == 200
+    client.close()
+    assert home.engines[0].state()["started"] - before == 2
+
+
+@pytest.mark.parametrize(("target", "status"), [(b"other:443", 400), (b"/", 404)])
+async def test_what_follows_connect_is_not_read(home: House, target: bytes, status: int) -> None:
+    tunnel = b"CONNECT %b HTTP/1.1\r\nhost: t\r\n" % target + LENGTH + BODY + HIDDEN
+    before = home.engines[0].state()["started"]
+    answer = await exchange(home.port, tunnel, patience_s=1)
+    assert statuses(answer) == [status]
     assert home.engines[0].state()["started"] == before
 
 

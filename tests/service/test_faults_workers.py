@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import time
 from collections import Counter
 from itertools import product
 from pathlib import Path
 
 import pytest
 from live_processes import House, eventually, house
+from patience import HANGS_S, within
 from raw_client import CHAT, Answer, body_of, post
 
 from taut_deploy.bench.gateway_load import ClosedLoop, chat_body, request_bytes
@@ -27,10 +27,14 @@ MID_EVENT = len(STREAM_HEAD) + 300
 
 
 async def load(home: House, seconds: float, connections: int = 16) -> Counter[str]:
-    """Whole requests for some seconds; what failed, by kind. Fails if hardly any got through."""
-    tally = await ClosedLoop(home.port, WHOLE).run(connections, seconds)
-    assert tally.done > 20
-    return tally.failures
+    """Whole requests for some seconds, until some got through; what failed, by kind."""
+    done, failures = 0, Counter[str]()
+    async with asyncio.timeout(seconds + HANGS_S):
+        while done <= 20:
+            tally = await ClosedLoop(home.port, WHOLE).run(connections, seconds)
+            done += tally.done
+            failures += tally.failures
+    return failures
 
 
 async def streams(home: House, count: int) -> list[Answer]:
@@ -48,8 +52,7 @@ async def test_killing_a_worker_under_load_fails_no_whole_request(
 ) -> None:
     async with house(tmp_path, engines=2, behaviour={"ttft_s": ttft_s}) as home:
         running = asyncio.create_task(load(home, 3))
-        await asyncio.sleep(1)
-        assert home.engines[0].state()["started"] > 0
+        await eventually(lambda: home.engines[0].state()["started"] > 20)
         home.engines[0].signal(signal.SIGKILL)
         assert await running == Counter()
         await home.quiet()
@@ -114,23 +117,23 @@ async def test_a_storm_of_500_shows_no_worker_text_and_passes(tmp_path: Path) ->
 
 async def eventually_good(home: House, timeout_s: float = 45) -> None:
     """Wait until the gateway trusts its workers again."""
-    async with asyncio.timeout(timeout_s):
-        while (await post(home.port, body_of())).status != 200:  # noqa: ASYNC110 - polls a process
-            await asyncio.sleep(0.1)
+
+    async def good() -> bool:
+        return (await post(home.port, body_of())).status == 200
+
+    await eventually(good, timeout_s)
 
 
 async def test_a_worker_that_hangs_ends_in_504_within_the_deadline(tmp_path: Path) -> None:
     timeouts = {"connect_s": 1, "first_byte_s": 1, "idle_s": 1, "total_s": 10}
     async with house(tmp_path, behaviour={"fault": "hang"}, timeouts=timeouts) as home:
-        begin = time.monotonic()
-        answers = await asyncio.gather(*(post(home.port, body_of()) for _ in range(10)))
-        assert {answer.status for answer in answers} == {504}
-        assert time.monotonic() - begin < 5
+        asked = asyncio.gather(*(post(home.port, body_of()) for _ in range(10)))
+        assert {answer.status for answer in await within(5, asked)} == {504}
         await home.quiet()
 
 
 async def test_a_hung_worker_is_left_alone_after_a_few_requests(tmp_path: Path) -> None:
-    timeouts = {"connect_s": 1, "first_byte_s": 1, "idle_s": 1, "total_s": 10}
+    timeouts = {"connect_s": 2, "first_byte_s": 2, "idle_s": 2, "total_s": 20}
     routing = {"breaker": {"failures": 3, "window_s": 30, "open_s": 30}}
     async with house(tmp_path, engines=2, timeouts=timeouts, routing=routing) as home:
         home.engines[0].behave(fault="hang")
@@ -142,15 +145,15 @@ async def test_a_hung_worker_is_left_alone_after_a_few_requests(tmp_path: Path) 
 
 
 async def test_a_frozen_worker_is_left_alone_and_comes_back(tmp_path: Path) -> None:
-    timeouts = {"connect_s": 1, "first_byte_s": 1, "idle_s": 1, "total_s": 10}
+    timeouts = {"connect_s": 2, "first_byte_s": 2, "idle_s": 2, "total_s": 20}
     async with house(tmp_path, engines=2, timeouts=timeouts) as home:
         assert await load(home, 0.5, connections=4) == Counter()
         home.engines[0].signal(signal.SIGSTOP)  # the kernel still takes its connections
-        first = await ClosedLoop(home.port, WHOLE).run(8, 4)
+        first = await ClosedLoop(home.port, WHOLE).run(8, 6)
         assert set(first.failures) <= {"504", "502", "503"}
         assert await load(home, 1, connections=8) == Counter()
         home.engines[0].signal(signal.SIGCONT)
-        await eventually(lambda: home.gateway.total("taut_worker_ready") == 2, 20)
+        await eventually(lambda: home.gateway.total("taut_worker_ready") == 2)
         before = home.engines[0].state()["started"]
         await eventually_loaded(home, before)
         await home.quiet()
@@ -158,10 +161,12 @@ async def test_a_frozen_worker_is_left_alone_and_comes_back(tmp_path: Path) -> N
 
 async def eventually_loaded(home: House, before: int) -> None:
     """Wait until the first worker gets requests again."""
-    async with asyncio.timeout(20):
-        while home.engines[0].state()["started"] < before + 5:
-            assert (await post(home.port, body_of())).status == 200
-            await asyncio.sleep(0.05)
+
+    async def loaded() -> bool:
+        assert (await post(home.port, body_of())).status == 200
+        return int(home.engines[0].state()["started"]) >= before + 5
+
+    await eventually(loaded)
 
 
 async def test_hedging_answers_what_a_hung_worker_holds(tmp_path: Path) -> None:
@@ -240,7 +245,7 @@ async def test_a_worker_that_comes_back_gets_traffic_again(tmp_path: Path) -> No
 async def test_a_worker_whose_health_fails_gets_no_traffic(tmp_path: Path) -> None:
     async with house(tmp_path, engines=2) as home:
         home.engines[0].behave(health=503)
-        await eventually(lambda: home.gateway.total("taut_worker_ready") == 1, 15)
+        await eventually(lambda: home.gateway.total("taut_worker_ready") == 1)
         before = home.engines[0].state()["started"]
         assert await load(home, 0.5, connections=4) == Counter()
         assert home.engines[0].state()["started"] == before

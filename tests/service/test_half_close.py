@@ -15,6 +15,7 @@ from certificates import Authority
 from gateway_harness import COMPLETION, Client, Harness, eventually, gateway, settings_for
 from live_processes import house
 from mock_engine import Faults, MockEngine
+from patience import within
 from raw_client import HOST
 
 from taut_service.config.settings import TlsFiles
@@ -206,8 +207,7 @@ async def closed_over_tls(port: int, trust: ssl.SSLContext, engine: MockEngine, 
             writer.write(outgoing.read())
         else:
             writer.write_eof()
-        async with asyncio.timeout(5):
-            incoming.write(await reader.read(-1))
+        incoming.write(await within(5, reader.read(-1)))
         incoming.write_eof()
         try:
             return session.read()

@@ -8,10 +8,13 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+import yaml
 from gateway_harness import COMPLETION, eventually, gateway, settings_for
 from mock_engine import Faults, MockEngine
+from patience import HANGS_S
 
 OPTIONAL = [
     ("/v1/embeddings", {"model": "m", "input": "x"}),
@@ -172,6 +175,31 @@ def test_package_imports_without_the_heavy_libraries() -> None:
     )
     environment = {**os.environ, "PYTHONSAFEPATH": "1"}
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60, env=environment)
+
+
+async def test_process_does_not_hold_pydantic_s_first_version(tmp_path: Path) -> None:
+    file = tmp_path / "gateway.yaml"
+    settings = settings_for("http://127.0.0.1:1", admin={"port": 0})
+    file.write_text(yaml.safe_dump(settings.model_dump(mode="json")))
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-X", "importtime", "-m", "taut_service"),
+        *("--config", str(file), "--port", "0"),
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONSAFEPATH": "1"},
+    )
+    assert process.stderr is not None
+    imported = []
+    try:
+        async with asyncio.timeout(2 * HANGS_S):
+            while b"hot path" not in (line := await process.stderr.readline()):
+                assert line, "the gateway ended at its start"
+                imported.append(line.rpartition(b"|")[2].strip())
+    finally:
+        process.kill()
+        await process.communicate()
+    assert {b"pydantic.main", b"taut_service.watch.admin"} <= set(imported)
+    assert not [name for name in imported if name.startswith(b"pydantic.v1.")]
 
 
 def test_package_itself_imports_nothing() -> None:

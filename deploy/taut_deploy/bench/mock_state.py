@@ -22,6 +22,7 @@ _COUNTERS = (
     "requests",
     "malformed",
     "malformed_requests",
+    "scrapes",
 )
 
 
@@ -51,7 +52,7 @@ class MockEngine:
         self.connections = self.connections_opened = self.requests = 0
         self.aborts: list[tuple[str, float]] = []
         self.malformed: list[str] = []
-        self.malformed_requests = 0
+        self.malformed_requests = self.scrapes = 0
         self.busy: set[Generating] = set()
         self.waiting: deque[Generating] = deque()
 
@@ -75,6 +76,7 @@ class MockEngine:
 
     def metrics(self) -> bytes:
         """Return what vLLM's ``/metrics`` says of load, as a response."""
+        self.scrapes += 1
         capacity = self.behaviour.capacity or 256
         values = {
             "vllm:num_requests_running": self.running,

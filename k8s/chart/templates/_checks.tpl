@@ -65,6 +65,9 @@
 {{- if and (eq .kind "hpa") (not (or $requests .cpuPercent)) -}}
 {{- fail "gateway.autoscaling: kind hpa needs cpuPercent, inflightPerReplica or queuedPerReplica" -}}
 {{- end -}}
+{{- if and .behavior (eq .kind "none") -}}
+{{- fail "gateway.autoscaling.behavior: unused with kind none" -}}
+{{- end -}}
 {{- if gt (int .minReplicas) (int .maxReplicas) -}}
 {{- fail (printf "gateway.autoscaling.minReplicas: %d is more than maxReplicas %d" (int .minReplicas) (int .maxReplicas)) -}}
 {{- end -}}
@@ -133,6 +136,11 @@
 {{- fail "ingress.annotations: the gateway speaks HTTPS (gateway.tls), and the controller must be told, e.g. nginx.ingress.kubernetes.io/backend-protocol: HTTPS (Traefik: gateway.service.annotations)" -}}
 {{- end -}}
 {{- end -}}
+{{- with .Values.monitoring.serviceMonitor -}}
+{{- if and .scrapeTimeout (gt (int (include "taut.seconds" .scrapeTimeout)) (int (include "taut.seconds" .interval))) -}}
+{{- fail (printf "monitoring.serviceMonitor.scrapeTimeout: %s is more than interval %s, which Prometheus refuses" .scrapeTimeout .interval) -}}
+{{- end -}}
+{{- end -}}
 {{- if and .Values.inferencePool.enabled (not .Values.inferencePool.endpointPicker.name) -}}
 {{- fail "inferencePool.endpointPicker.name: needed with inferencePool.enabled: the Service of the endpoint picker that routes for the pool" -}}
 {{- end -}}
@@ -142,4 +150,10 @@
 {{- if and .Values.httpRoute.enabled (not .Values.httpRoute.parentRefs) -}}
 {{- fail "httpRoute.parentRefs: needed with httpRoute.enabled" -}}
 {{- end -}}
+{{- end }}
+
+{{/* Seconds of a time like 15s or 2m. */}}
+{{- define "taut.seconds" -}}
+{{- $number := int (regexFind "^[0-9]+" .) -}}
+{{- ternary (mul 60 $number) $number (hasSuffix "m" .) -}}
 {{- end }}

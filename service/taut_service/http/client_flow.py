@@ -51,7 +51,11 @@ class ClientFlow(FlowControl):
         rules: of the listener.
         ask: sends a client that sends no more what it ignores if it is there; False if it can only
             have left.
+
+    ``watches_rest`` says whether what is left of an answer that has ended is watched.
     """
+
+    watches_rest = False
 
     def __init__(
         self,
@@ -116,8 +120,9 @@ class ClientFlow(FlowControl):
     def resume_writing(self) -> None:
         """Write on."""
         super().resume_writing()
-        if self._write_timer.handle is not None and not self._transport.is_closing():
-            self._write_timer.stop()
+        if self._write_timer.handle is None or self.watches_rest or self._transport.is_closing():
+            return
+        self._write_timer.stop()
 
     def watch_writing(self) -> None:
         """Cut the client off if it takes too little of what waits for it."""
@@ -125,12 +130,27 @@ class ClientFlow(FlowControl):
             self._unread = _unread(self._transport)
             self._measure_later()
 
+    def watch_rest(self) -> None:
+        """Do so after the end of an answer: the kernel may have all that is left of it."""
+        self.watches_rest = True
+        if self._write_timer.handle is None and (unread := _unread(self._transport)):
+            self._unread = unread
+            self._measure_later()
+
+    def leave_rest(self) -> None:
+        """Watch it no more: the client has sent something, and what follows is written after it."""
+        self.watches_rest = False
+        if not self.write_paused:
+            self._write_timer.stop()
+
     def _measure_later(self) -> None:
         self._window_s = self._rules.timeouts().write_s
         self._write_timer.start(self._loop, self._window_s, self._measure)
 
     def _measure(self) -> None:
         before, self._unread = self._unread, _unread(self._transport)
+        if not self._unread:
+            return
         least = self._window_s * self._rules.timeouts().write_min_bytes_per_s
         if before - self._unread < max(1, least):
             self._rules.closed(SLOW_READER)

@@ -9,9 +9,6 @@ from taut_service.config.settings import Timeouts
 from taut_service.expiry import Expiry
 from taut_service.http.descriptors import DescriptorReserve
 
-KEEP_ALIVE_S = 75.0
-"""For the next request on a connection: longer than clients and balancers keep one (httpx 5 s,
-aiohttp 15 s, nginx and AWS 60 s). Whoever ends it first meets no request on its way."""
 SLOW_READER = "slow_reader"
 DESCRIPTORS = "descriptors"
 CLOSE_REASONS = (SLOW_READER, DESCRIPTORS)
@@ -34,10 +31,22 @@ class ClientRules:
         timeouts: those in force, since a reload may change them.
         closed: told why a connection is closed, one of ``CLOSE_REASONS``.
         descriptors: what is kept free; None while the process does not listen yet.
-        idle: ends connections that no request comes on.
+        unread: looks at connections whose last answer has ended, whether all of it was taken.
+        idle: ends those that no request came on after that.
     """
 
     timeouts: Callable[[], Timeouts] = _default_timeouts
     closed: Callable[[str], None] = _count_nothing
     descriptors: DescriptorReserve | None = None
-    idle: Expiry = field(default_factory=lambda: Expiry(KEEP_ALIVE_S))
+    unread: Expiry = field(init=False)
+    idle: Expiry = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Make what counts the times."""
+        self.renew()
+
+    def renew(self) -> None:
+        """Count the times now in force; connections that are idle already keep theirs."""
+        times = self.timeouts()
+        self.unread = Expiry(times.unread_s)
+        self.idle = Expiry(times.keep_alive_s - times.unread_s)

@@ -9,6 +9,7 @@ free one (POSIX.1-2017, ``open``).
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 import logging
 import os
@@ -76,6 +77,12 @@ def _lowest_free() -> int:
     descriptor = os.open(os.devnull, os.O_RDONLY)
     os.close(descriptor)
     return descriptor
+
+
+def number_of(transport: asyncio.Transport) -> int:
+    """Return the descriptor of a connection."""
+    number: int = transport.get_extra_info("socket").fileno()
+    return number
 
 
 class DescriptorReserve:

@@ -4,9 +4,23 @@ from __future__ import annotations
 
 from starlette.types import Send
 
-from taut_service.errors import GatewayError
+from taut_service.errors import GatewayError, RequestError
 from taut_service.http.client_exchange import ClientExchange
 from taut_service.http.headers import REQUEST_ID
+
+
+def invalid_http(problem: str) -> bytes:
+    """Return the whole response to what is not HTTP; the connection ends with it.
+
+    Args:
+        problem: what is wrong.
+    """
+    body = RequestError(problem, code="invalid_http").body()
+    head = (
+        "HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+    )
+    return head.encode() + body
 
 
 async def send_error(

@@ -13,9 +13,11 @@ from typing import Any, Final, NoReturn
 
 from taut_service.errors import RequestError
 
+_NO_NUMBER: Final = " is no number there"
+
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
+    raise ValueError(name + _NO_NUMBER)
 
 
 def _give_way_object(value: dict[str, Any]) -> dict[str, Any]:
@@ -61,17 +63,22 @@ def parse_body(body: bytes, *, give_way: bool = False) -> dict[str, Any]:
         text = f"the request body is not valid JSON: {error.msg} at {where}"
         raise RequestError(text, code="invalid_json") from error
     except (ValueError, RecursionError) as error:
-        # A number of thousands of digits, NaN or Infinity, or brackets nested beyond the parser's
-        # depth.
-        raise RequestError(
-            "the request body is not acceptable JSON", code="invalid_json"
-        ) from error
+        text = f"the request body is not acceptable JSON: {_why_not(error)}"
+        raise RequestError(text, code="invalid_json") from error
     if b"\\" in body:
         _refuse_lone_surrogates(document)
     if not isinstance(document, dict):
         kind = type(document).__name__
         raise RequestError(f"the request body must be a JSON object, not {kind}")
     return document
+
+
+def _why_not(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "its brackets are nested too deep"
+    if str(error).endswith(_NO_NUMBER):
+        return str(error)
+    return "a number has thousands of digits"
 
 
 def _decoded(text: str, decoder: json.JSONDecoder) -> Any:

@@ -17,11 +17,12 @@ import httptools
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from taut_service.errors import RequestError
 from taut_service.http.client_exchange import SCOPE_KEY, ClientExchange
 from taut_service.http.client_flow import ClientFlow
 from taut_service.http.client_rules import DESCRIPTORS, ClientRules
 from taut_service.http.cycle import Cycle, scope_of
+from taut_service.http.descriptors import number_of
+from taut_service.http.error_answer import invalid_http
 from taut_service.http.framing import (
     FRAMING_TIMEOUT_S,
     MAX_FIELDS,
@@ -30,6 +31,7 @@ from taut_service.http.framing import (
     Framing,
 )
 from taut_service.http.request_head import why_ambiguous
+from taut_service.http.resumed_parser import parser_of_body
 from taut_service.http.trailers import Trailers
 from taut_service.timer import Timer
 
@@ -60,6 +62,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._timer = Timer()
         self._idle = 0
         self._idle_from = 0.0
+        self._idle_in = rules.unread
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for the first head."""
@@ -73,7 +76,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.number = next(_NUMBERS)
         reserve = self._rules.descriptors
         everybody = cast("set[BoundedHttpProtocol]", self.connections)
-        if reserve is not None and reserve.is_touched_by(_descriptor(transport), len(everybody)):
+        if reserve is not None and reserve.is_touched_by(number_of(transport), len(everybody)):
             reserve.make_room(self, [one for one in everybody if not one.transport.is_closing()])
 
     @property
@@ -83,9 +86,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return None
         if self._timer.handle is not None:
             return self._timer.handle.when() - FRAMING_TIMEOUT_S
-        if self._idle:
-            return self._idle_from
-        return self.loop.time()
+        return self._idle_from if self._idle else self.loop.time()
 
     def drop(self) -> None:
         """Close at once: its descriptor is wanted."""
@@ -104,8 +105,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _unset_keepalive_if_required(self) -> None:
         if self._idle:
-            self._rules.idle.stop(self._idle)
+            self._idle_in.stop(self._idle)
             self._idle = 0
+            if self.flow.watches_rest:
+                self.flow.leave_rest()
 
     def on_response_complete(self) -> None:
         """Go on with the next request sent ahead, or begin to count how long none comes."""
@@ -118,7 +121,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._start_asgi_task(*self.pipeline.pop())  # type: ignore[arg-type]
         else:
             self._idle_from = self.loop.time()
-            self._idle = self._rules.idle.start(self.timeout_keep_alive_handler)
+            self._idle_in = self._rules.unread
+            self._idle = self._idle_in.start(self._see_rest)
+
+    def _see_rest(self) -> None:
+        """See that what is left of the answer is taken; go on to count how long none comes."""
+        self.flow.watch_rest()
+        self._idle_in = self._rules.idle
+        self._idle = self._idle_in.start(self.timeout_keep_alive_handler)
 
     def _start_asgi_task(self, cycle: Cycle, app: ASGIApp) -> None:  # type: ignore[override]
         """Start the application on a request whose turn it is, pipelined ones included."""
@@ -224,10 +234,23 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         except httptools.HttpParserError:
             self.logger.warning(_NOT_HTTP)
             self.send_400_response(_NOT_HTTP)
-        except httptools.HttpParserUpgrade:
-            self._unsupported_upgrade_warning()
+        except httptools.HttpParserUpgrade as upgrade:
+            self._decline_upgrade(data[upgrade.args[0] :])
+            return
         if (framing.open or framing.size) and not self.transport.is_closing():
             self._bound_framing()
+
+    def _decline_upgrade(self, rest: bytes) -> None:
+        """Go on with a request that offers another protocol."""
+        parser = parser_of_body(self, self.cycle)
+        if parser is not None:
+            self._framing.open = True
+            self.parser = parser
+            if rest:
+                self.data_received(rest)
+        elif rest or self.cycle.scope["method"] == "CONNECT":
+            # What follows is not for this server to read.
+            self._end_after(self.cycle)
 
     def _bound_framing(self) -> None:
         """Bound an unfinished request, or line ends between two."""
@@ -287,9 +310,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._write_400(msg)
         else:
             # The requests before it are answered first; the connection then ends without a word.
-            last.keep_alive = False
-            last.on_response = self._on_last_response
-            self.flow.give_up_reading()
+            self._end_after(cast("Cycle", last))
+
+    def _end_after(self, last: Cycle) -> None:
+        """Close once a request has been answered; read nothing more."""
+        last.keep_alive = False
+        last.on_response = self._on_last_response
+        self.flow.give_up_reading()
 
     def _end_running(self, msg: str) -> None:
         """End the request that is being answered, since its body or trailers are wrong."""
@@ -309,12 +336,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         return None if exchange is None or exchange.answered else exchange.cycle
 
     def _write_400(self, msg: str) -> None:
-        body = RequestError(self._refusal or msg, code="invalid_http").body()
-        head = (
-            "HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
-        )
-        self.transport.write(head.encode() + body)
+        self.transport.write(invalid_http(self._refusal or msg))
         self.transport.close()
 
     def _wait_for_framing(self) -> None:
@@ -326,8 +348,3 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._wait_for_framing()
         else:
             self.transport.close()
-
-
-def _descriptor(transport: asyncio.Transport) -> int:
-    number: int = transport.get_extra_info("socket").fileno()
-    return number

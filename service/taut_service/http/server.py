@@ -65,6 +65,7 @@ class GatewayServer(uvicorn.Server):
             lambda: app.reloader.current.settings.timeouts,
             lambda reason: app.metrics.clients_closed[reason].inc(),
         )
+        app.reloader.on_change(lambda _: self._rules.renew())
         super().__init__(_config(app, self._rules, lifespan="on"))
         self._app = app
         self._tls = tls

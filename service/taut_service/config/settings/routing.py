@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from taut_service.config.settings.fields import Count, Fraction, Seconds, Section
 
@@ -16,7 +16,11 @@ class Timeouts(Section):
     stream: a worker that sends nothing but keep-alive comments is stopped by the latter. Where
     the latter are not given, the former are used for both. ``idle_s`` also bounds the silence of
     a client within its body. A client that takes nothing of its answer for ``write_s``, or fewer
-    than ``write_min_bytes_per_s`` over that time, is cut off: it holds a place at a worker.
+    than ``write_min_bytes_per_s`` over that time, is cut off: it holds a place at a worker. An
+    answer that has ended holds none; what its client has not taken ``unread_s`` later is held to
+    the same. ``keep_alive_s`` is how long a connection is kept for its next request: longer than
+    clients and balancers keep one (httpx 5 s, aiohttp 15 s, nginx and AWS 60 s), since whoever
+    ends it first meets no request on its way.
     """
 
     connect_s: Seconds = 2.0
@@ -27,6 +31,14 @@ class Timeouts(Section):
     total_s: Seconds = 1800.0
     write_s: Seconds = 30.0
     write_min_bytes_per_s: Annotated[int, Field(ge=0)] = 1024
+    unread_s: Seconds = 5.0
+    keep_alive_s: Seconds = 75.0
+
+    @model_validator(mode="after")
+    def _unread_is_seen_before_the_end(self) -> Timeouts:
+        if self.unread_s > self.keep_alive_s:
+            raise ValueError("unread_s must not be longer than keep_alive_s")
+        return self
 
 
 class Retries(Section):
