@@ -25,7 +25,7 @@ from taut_deploy.files import checked_output
 from taut_deploy.home import TautHome
 from taut_deploy.models.names import checked_name
 from taut_deploy.progress import progress_reporter
-from taut_deploy.validate import ValidationJob
+from taut_deploy.validate import Directories, ValidationJob
 
 if TYPE_CHECKING:
     from taut_deploy.frontier.request import ShrinkRequest
@@ -173,10 +173,12 @@ def _request(
             text=question.judged,
             policy=question.policy,
             output=output,
-            **sampling.for_job(),
-            device=machines.device,
-            served=not sampling.quick and _compares_served(machines),
-            trust_remote_code=machines.trust_remote_code,
+            sampling=sampling.for_job(),
+            directories=Directories(
+                device=machines.device,
+                served=not sampling.quick and _compares_served(machines),
+                trust_remote_code=machines.trust_remote_code,
+            ),
         ),
         served_by=machines.served_by,
         output=output,

@@ -21,10 +21,11 @@ from taut_deploy.validate import metrics, partial
 from taut_deploy.validate.divergence import Comparison
 from taut_deploy.validate.errors import CouldNotValidateError
 from taut_deploy.validate.gate import combine
-from taut_deploy.validate.job import PARTS, Metric, RuleOutcome, ValidationJob
+from taut_deploy.validate.job import ValidationJob
 from taut_deploy.validate.journal import JOURNAL_NAME, is_journal
 from taut_deploy.validate.junit import render_junit
 from taut_deploy.validate.markdown import render
+from taut_deploy.validate.outcome import PARTS, Metric, RuleOutcome
 from taut_deploy.validate.page.render import render_page
 from taut_deploy.validate.policy import Policy
 from taut_deploy.validate.text import TokenizedText, Tokenizer
@@ -165,7 +166,7 @@ def build(
         "kl": {
             "unit": "nats",
             "is_lower_bound": comparison.kl_is_lower_bound,
-            "top_k": job.top_k if comparison.kl_is_lower_bound else None,
+            "top_k": job.servers.top_k if comparison.kl_is_lower_bound else None,
             **metrics.kl_tail(comparison),
             "histogram": metrics.kl_histogram(comparison.kl),
         },
@@ -183,8 +184,8 @@ def build(
             "interval": "two-sided 95 % over all looks, bootstrap over sequences; studentised for "
             "means, and for the share above a quantile",
             "looks": list(found.looks),
-            "resamples": job.bootstrap,
-            "seed": job.seed,
+            "resamples": job.sampling.bootstrap,
+            "seed": job.sampling.seed,
         },
         "environment": dict(environment),
         "started_at": started_at.isoformat(timespec="seconds"),
@@ -211,7 +212,7 @@ def _text_section(
         "tokens_sha256": text.tokens_sha256,
         "bos_token_id": text.bos_token_id,
         "sequences": len(comparison.kl),
-        "sequence_length": job.sequence_length,
+        "sequence_length": job.sampling.sequence_length,
         "predictions": int(comparison.kl.size),
     }
 
