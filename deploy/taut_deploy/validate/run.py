@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from taut_deploy.errors import TautError
+from taut_deploy.interrupts import sigterm_interrupts
 from taut_deploy.validate import identity, report
 from taut_deploy.validate.checkpoint_source import (
     CheckpointSource,
@@ -56,8 +56,9 @@ def run(job: ValidationJob, plan: Plan) -> ValidationResult:
     check_latency(job)
     partial = Partial(job.output)
     try:
-        return _compare(job, plan, partial)
-    except (TautError, KeyboardInterrupt) as error:
+        with sigterm_interrupts():
+            return _compare(job, plan, partial)
+    except BaseException as error:
         kept = partial.write(error)
         if kept is not None and isinstance(error, CouldNotValidateError):
             raise CouldNotValidateError(f"{error}; what was measured is in {kept}") from error
