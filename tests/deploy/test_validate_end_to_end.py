@@ -300,6 +300,8 @@ def test_jobs_are_immutable(tmp_path):
         ("text.txt", "", "the file is empty"),
         ("task.jsonl", "\n", "the file is empty"),
         ("slice.jsonl", "\n", "the file is empty"),
+        ("out/notes.txt", "mine", "not empty and holds no earlier validation report"),
+        ("c/config.json", "{", "not valid JSON"),
     ],
 )
 def test_a_bad_file_is_told_of_before_a_tensor_library_is_loaded(tmp_path, file, text, said):
@@ -307,6 +309,10 @@ def test_a_bad_file_is_told_of_before_a_tensor_library_is_loaded(tmp_path, file,
     (tmp_path / "policy.yaml").write_text("name: p\nrequire: {mean_kl: {max: 1}}")
     (tmp_path / "text.txt").write_text("a b c")
     (tmp_path / "task.jsonl").write_text(sound)
+    for side in ("b", "c", "out"):
+        (tmp_path / side).mkdir()
+    for side in ("b", "c"):
+        (tmp_path / side / "config.json").write_text("{}")
     (tmp_path / file).write_text(text)
     command = ["validate", "--baseline", "b", "--candidate", "c", "--output", "out"]
     command += ["--policy", "policy.yaml", "--text", "text.txt", "--task", "task.jsonl"]
@@ -318,7 +324,7 @@ def test_a_bad_file_is_told_of_before_a_tensor_library_is_loaded(tmp_path, file,
     run = subprocess.run(
         [sys.executable, "-c", code, *command], capture_output=True, text=True, cwd=tmp_path
     )
-    assert f"{file}: {said}" in run.stderr
+    assert f"{file.removesuffix('/notes.txt')}: {said}" in run.stderr
     assert run.stdout == "3 set()\n"
 
 

@@ -26,26 +26,6 @@ from taut_deploy.validate.server_source import ServerSource
 from taut_deploy.validate.text import TokenizedText
 
 
-def check_latency(job: ValidationJob) -> None:
-    """Refuse what was asked for and cannot be measured.
-
-    Raises:
-        CouldNotValidateError: ``--latency`` or headers for a directory.
-    """
-    for role in ("baseline", "candidate"):
-        reference = getattr(job, role)
-        if is_url(reference):
-            continue
-        if job.latency:
-            raise CouldNotValidateError(
-                f"--latency: {role} {reference} is a directory; latency takes two servers"
-            )
-        if getattr(job.access, f"{role}_headers"):
-            raise CouldNotValidateError(
-                f"--{role}-header: {reference} is a directory; headers are for servers"
-            )
-
-
 def check_lengths(job: ValidationJob, servers: Sequence[ServerSource | None]) -> None:
     """Refuse prompts and answers that a server has no room for.
 

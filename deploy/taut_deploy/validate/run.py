@@ -3,14 +3,12 @@
 import datetime
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from taut_deploy.interrupts import sigterm_interrupts
 from taut_deploy.validate import identity, report
 from taut_deploy.validate.checkpoint_source import (
     CheckpointSource,
-    read_config,
     usable_device,
     wider_dtype,
 )
@@ -19,11 +17,10 @@ from taut_deploy.validate.divergence import Comparison
 from taut_deploy.validate.errors import CouldNotValidateError
 from taut_deploy.validate.inputs import inputs_of, require_same_answers
 from taut_deploy.validate.job import ValidationJob
-from taut_deploy.validate.latency_part import check_latency, check_lengths, compare_latency
+from taut_deploy.validate.latency_part import check_lengths, compare_latency
 from taut_deploy.validate.outcome import RuleOutcome, ValidationResult, Verdict
 from taut_deploy.validate.partial import Partial
 from taut_deploy.validate.plan import Plan
-from taut_deploy.validate.server_connection import is_url
 from taut_deploy.validate.server_source import ServerSource
 from taut_deploy.validate.serving import compare_served
 from taut_deploy.validate.side_by_side import compare_sources
@@ -47,13 +44,7 @@ class _Asked:
 
 def run(job: ValidationJob, plan: Plan) -> ValidationResult:
     """Carry out ``job``; see :func:`taut_deploy.validate.run_validation`."""
-    # Cheap checks first: a mistyped flag must not cost the loading of two models.
-    report.check_output(job.output)
     usable_device(job.directories.device)
-    for role in ("baseline", "candidate"):
-        if not is_url(getattr(job, role)):
-            read_config(Path(getattr(job, role)), role)
-    check_latency(job)
     partial = Partial(job.output)
     try:
         with sigterm_interrupts():
