@@ -9,12 +9,15 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from pydantic import ValidationError
 
 from taut_deploy.errors import TautError
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 MAX_BYTES = 64 << 20
 """Of a JSON file; the index of the largest models has a tenth of that."""
@@ -26,6 +29,9 @@ MAX_NODES = 100_000
 
 # No text has them: a NUL ends a path or an argument, half a surrogate pair cannot be printed.
 _BROKEN_TEXT = re.compile("[\x00\ud800-\udfff]")
+_UNKNOWN_KEY = frozenset({"extra_forbidden", "unexpected_keyword_argument"})
+_OURS = "Value error, "
+"""What pydantic puts before a message of a validator's own."""
 _NUMBER_TAGS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 _YAML_ERRORS = (
     *(yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError),
@@ -131,17 +137,23 @@ def parse_yaml(text: str, origin: str, error_type: type[TautError]) -> Any:
     return value
 
 
+def first_error(error: ValidationError) -> "ErrorDetails":
+    """The error to tell of: an unknown key before others, as a mistyped one leaves one missing."""
+    errors = error.errors(include_url=False, include_input=False)
+    return next((one for one in errors if one["type"] in _UNKNOWN_KEY), errors[0])
+
+
 def first_problem(error: ValidationError, whole: str = "document") -> str:
-    """``key: what is wrong with it`` of the first wrong key that pydantic found.
+    """``key: what is wrong with it`` of one wrong key that pydantic found.
 
     Args:
         error: of pydantic.
         whole: what to say in place of a key where the whole is wrong.
     """
-    first = error.errors(include_url=False, include_input=False)[0]
+    first = first_error(error)
     key = ".".join(str(part)[:80] for part in first["loc"]) or whole
-    unknown = first["type"] in {"extra_forbidden", "unexpected_keyword_argument"}
-    problem = f"{key}: {'unknown key' if unknown else first['msg'][:300]}"
+    said = "unknown key" if first["type"] in _UNKNOWN_KEY else first["msg"].removeprefix(_OURS)
+    problem = f"{key}: {said[:300]}"
     # It may quote somebody else's text: a line break in that is shown, not made.
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in problem)
 

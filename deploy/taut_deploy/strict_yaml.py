@@ -7,7 +7,7 @@ from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from taut_deploy.documents import first_problem, parse_yaml, read_yaml_text
+from taut_deploy.documents import first_error, first_problem, parse_yaml, read_yaml_text
 from taut_deploy.errors import TautError
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -95,7 +95,7 @@ def validate_mapping(
 
 def _meant(model: type[BaseModel], error: ValidationError) -> str:
     """What an unknown key may have been meant to be, ready to follow the message."""
-    first = error.errors(include_url=False, include_input=False)[0]
+    first = first_error(error)
     if first["type"] != "extra_forbidden":
         return ""
     *path, key = first["loc"]

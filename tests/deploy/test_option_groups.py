@@ -73,10 +73,21 @@ def test_the_docstring_is_the_help_of_fields_that_have_none():
         "model": None,
         "requests": "Asked in all; a second line goes on.",
         "header": "This.",
-        "seconds": "Longest run.  [default: none]",
+        "seconds": r"Longest run.  \[default: none]",
     }
     assert shown["requests"].__metadata__[0].min == 1
     assert get_type_hints(Load, include_extras=True)["requests"].__metadata__[0].help is None
+
+
+def test_brackets_of_a_docstring_are_printed():
+    small = typer.Typer()
+
+    @small.command()
+    @with_groups
+    def measure(sending: Sending) -> None:
+        """Say something."""
+
+    assert "none]" in CliRunner().invoke(small, ["--help"]).output
 
 
 def test_a_docstring_that_describes_no_field_is_refused():

@@ -288,7 +288,44 @@ def test_a_mistyped_flag_leaves_the_earlier_report(models, tmp_path):
 def test_jobs_are_immutable(tmp_path):
     job: ValidationJob = job_for(tmp_path)
     with pytest.raises(AttributeError):
-        job.seed = 2
+        job.latency = True
+    with pytest.raises(AttributeError):
+        job.sampling.seed = 2
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "said"),
+    [
+        ("policy.yaml", "name: p\nrequire: {mean_kll: {max: 1}}", "require.mean_kll: unknown key"),
+        ("text.txt", "", "the file is empty"),
+        ("task.jsonl", "\n", "the file is empty"),
+        ("slice.jsonl", "\n", "the file is empty"),
+        ("out/notes.txt", "mine", "not empty and holds no earlier validation report"),
+        ("c/config.json", "{", "not valid JSON"),
+    ],
+)
+def test_a_bad_file_is_told_of_before_a_tensor_library_is_loaded(tmp_path, file, text, said):
+    sound = '{"prompt": "a", "choices": ["b", "c"], "answer": 0}\n'
+    (tmp_path / "policy.yaml").write_text("name: p\nrequire: {mean_kl: {max: 1}}")
+    (tmp_path / "text.txt").write_text("a b c")
+    (tmp_path / "task.jsonl").write_text(sound)
+    for side in ("b", "c", "out"):
+        (tmp_path / side).mkdir()
+    for side in ("b", "c"):
+        (tmp_path / side / "config.json").write_text("{}")
+    (tmp_path / file).write_text(text)
+    command = ["validate", "--baseline", "b", "--candidate", "c", "--output", "out"]
+    command += ["--policy", "policy.yaml", "--text", "text.txt", "--task", "task.jsonl"]
+    command += ["--slice", "code=slice.jsonl"] if file == "slice.jsonl" else []
+    code = (
+        "import sys; from taut_deploy.cli import main; status = main(sys.argv[1:]); "
+        "print(status, {'torch', 'transformers'} & set(sys.modules))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code, *command], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert f"{file.removesuffix('/notes.txt')}: {said}" in run.stderr
+    assert run.stdout == "3 set()\n"
 
 
 def test_importing_the_package_loads_no_tensor_library():

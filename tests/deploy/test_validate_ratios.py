@@ -10,7 +10,6 @@ import pytest
 from scipy import stats
 
 from taut_deploy.validate.bootstrap import expanded_levels, resample_indices
-from taut_deploy.validate.job import Metric
 from taut_deploy.validate.latency import ratios
 from taut_deploy.validate.latency.measure import Block, Level
 from taut_deploy.validate.latency.ratios import (
@@ -21,6 +20,7 @@ from taut_deploy.validate.latency.ratios import (
     smooth_quantiles,
 )
 from taut_deploy.validate.latency.stream import Answer, failed
+from taut_deploy.validate.outcome import Metric
 
 GAPS = 7
 

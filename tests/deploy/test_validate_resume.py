@@ -67,6 +67,38 @@ def test_a_run_that_was_cut_ends_like_one_that_was_not(folder, tmp_path, stage, 
     assert not (tmp_path / "cut" / "partial.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("ended", "error"),
+    [
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
+        (MemoryError(), "MemoryError"),
+        (RuntimeError("a bug"), "a bug"),
+    ],
+)
+def test_whatever_ends_a_run_leaves_what_was_measured(folder, tmp_path, ended, error):
+    def progress(stage: str, done: int, _: int) -> None:
+        if (stage, done) == ("compare", 3):
+            raise ended
+
+    with pytest.raises(type(ended)):
+        run_validation(job(folder, tmp_path / "cut", progress=progress))
+    partial = json.loads((tmp_path / "cut" / "partial.json").read_text())
+    assert (partial["complete"], partial["error"], len(partial["text"])) == (False, error, 3)
+
+
+def test_a_terminated_run_is_marked_as_an_interrupted_one_is(folder, tmp_path):
+    def progress(stage: str, done: int, _: int) -> None:
+        if (stage, done) == ("compare", 2):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt):
+        run_validation(job(folder, tmp_path / "cut", progress=progress))
+    assert signal.getsignal(signal.SIGTERM) is before
+    partial = json.loads((tmp_path / "cut" / "partial.json").read_text())
+    assert (partial["complete"], partial["error"]) == (False, "terminated")
+
+
 def test_what_was_answered_is_not_asked_again(folder, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         run_validation(job(folder, tmp_path / "cut", progress=cut_at("compare", 5)))

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from taut_deploy.validate import CouldNotValidateError, Verdict, default_sampling
+from taut_deploy.validate import CouldNotValidateError, Sampling, Verdict, default_sampling
 from taut_deploy.validate.default_sampling import AT_A_TIME, PROMPTS, compare_sampling
 
 SEQUENCES = [tuple(range(48)), tuple(range(100, 148))]
@@ -28,7 +28,7 @@ class Server:
 
 def compared(baseline, candidate, told=None):
     progress = None if told is None else lambda *each: told.append(each)
-    job = SimpleNamespace(seed=7, progress=progress)
+    job = SimpleNamespace(sampling=Sampling(seed=7), progress=progress)
     (rule,) = compare_sampling(job, SEQUENCES, baseline, candidate)
     return rule
 

@@ -109,6 +109,16 @@ def nan_entry(entries):
         value["logprob"] = float("nan")
 
 
+def logits(entries):
+    for value in entries[3].values():
+        value["logprob"] += 800.0
+
+
+def small_logits(entries):
+    for value in entries[3].values():
+        value["logprob"] = -0.1
+
+
 def odd_entry(entries):
     entries[3] = ["a"]
 
@@ -137,6 +147,8 @@ def replaced(path_wanted, answer):
         (damaged(lambda entries: entries.pop()), "without one 'prompt_logprobs' entry per token"),
         (damaged(drop_own_token), "lacks the prompt's own token"),
         (damaged(nan_entry), "NaN or infinite log-probabilities"),
+        (damaged(logits), "add up to more than 1: .* --logprobs-mode raw_logprobs"),
+        (damaged(small_logits), "add up to more than 1"),
         (damaged(odd_entry), "entry of unknown shape"),
     ],
 )

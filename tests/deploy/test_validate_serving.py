@@ -5,18 +5,19 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from tiny_models import write_llama
+from validate_setup import job_of
 
 from taut_deploy.errors import WorkerError
 from taut_deploy.validate import serving
 from taut_deploy.validate.divergence import Comparison
-from taut_deploy.validate.job import Metric, ValidationJob, Verdict
+from taut_deploy.validate.outcome import Metric, Verdict
 
 NOISE = Metric(0.02, 0.01, 0.03, 0.01, 0.03, noise=0.001)
 
 
 def job(tmp_path, **changes):
     named = {"baseline": "b", "candidate": str(tmp_path), "policy": "p", "output": tmp_path / "out"}
-    return ValidationJob(text=tmp_path / "text", **(named | {"served": True} | changes))
+    return job_of(text=tmp_path / "text", **(named | {"served": True} | changes))
 
 
 def comparison(kl, difference=0.1):

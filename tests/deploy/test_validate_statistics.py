@@ -21,7 +21,6 @@ from taut_deploy.validate.divergence import (
     kl_lower_bound,
 )
 from taut_deploy.validate.gate import judge
-from taut_deploy.validate.job import Metric, Verdict
 from taut_deploy.validate.metrics import (
     kl_tail,
     mean_delta_p,
@@ -29,6 +28,7 @@ from taut_deploy.validate.metrics import (
     perplexities,
     point_estimates,
 )
+from taut_deploy.validate.outcome import Metric, Verdict
 from taut_deploy.validate.policy import parse_policy
 
 

@@ -3,6 +3,7 @@ or vLLM."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import ssl
 import threading
@@ -24,7 +25,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from taut_deploy.validate import ValidationJob
+from taut_deploy.validate import Access, Directories, Items, Sampling, Servers, ValidationJob
 
 WORDS = [f"w{i}" for i in range(60)]
 VOCABULARY = {"<s>": 0, "<unk>": 1, **{word: i + 2 for i, word in enumerate(WORDS)}}
@@ -113,6 +114,23 @@ def write_text(path: Path, tokens: int, seed: int = 0) -> Path:
     return path
 
 
+GROUPS = {
+    "sampling": Sampling,
+    "items": Items,
+    "directories": Directories,
+    "servers": Servers,
+    "access": Access,
+}
+
+
+def job_of(**settings: Any) -> ValidationJob:
+    """A job from its settings as if it had no groups."""
+    for name, group in GROUPS.items():
+        own = {field.name for field in dataclasses.fields(group)} & settings.keys()
+        settings[name] = group(**{key: settings.pop(key) for key in own})
+    return ValidationJob(**settings)
+
+
 def job_for(folder: Path, **changes: Any) -> ValidationJob:
     """A small job; ``folder`` holds ``baseline/``, ``candidate/`` and ``text.txt``."""
     defaults: dict[str, Any] = {
@@ -126,7 +144,7 @@ def job_for(folder: Path, **changes: Any) -> ValidationJob:
         "bootstrap": 300,
         "noise_sequences": 2,
     }
-    return ValidationJob(**(defaults | changes))
+    return job_of(**(defaults | changes))
 
 
 class FakeServer:

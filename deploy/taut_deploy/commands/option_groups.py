@@ -9,6 +9,7 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
+from rich.markup import escape
 from typer.models import ParameterInfo
 
 R = TypeVar("R")
@@ -81,7 +82,8 @@ def _option(field: "Field[Any]", annotation: Any, text: str | None) -> inspect.P
     kind = annotation.__origin__ if metadata else annotation
     told = next((copy.copy(one) for one in metadata if isinstance(one, ParameterInfo)), None)
     info = typer.Option() if told is None else told
-    info.help = info.help or text
+    # Typer prints help as rich text, in which [brackets] are marks and vanish.
+    info.help = info.help or (text and escape(text))
     default = inspect.Parameter.empty if field.default is MISSING else field.default
     return inspect.Parameter(
         field.name,

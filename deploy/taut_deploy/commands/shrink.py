@@ -25,12 +25,14 @@ from taut_deploy.files import checked_output
 from taut_deploy.home import TautHome
 from taut_deploy.models.names import checked_name
 from taut_deploy.progress import progress_reporter
-from taut_deploy.validate import ValidationJob
+from taut_deploy.validate import Directories, ValidationJob
 
 if TYPE_CHECKING:
+    from taut_deploy.frontier.limits import SizeLimit
     from taut_deploy.frontier.request import ShrinkRequest
     from taut_deploy.frontier.walk import Frontier
     from taut_deploy.recipe import Recipe
+    from taut_deploy.validate.policy import Policy
 
 EXIT_NONE_PASSES, EXIT_BUDGET_SPENT = 1, 3
 _MOST_BITS = 16.0
@@ -114,6 +116,7 @@ def shrink(
     Recipes are compressed and validated from the smallest on. Every try is kept in a ledger: the
     same command again goes on, and another policy judges the figures that are there.
     """
+    limits = _read_limits(question, search)
     from taut_deploy.attestation import read_signer
     from taut_deploy.bench.serve_report import describe_run
     from taut_deploy.frontier import report as results
@@ -124,7 +127,7 @@ def shrink(
     require_device(machines.device)
     signer = None if question.sign is None else read_signer(question.sign, "--sign")
     recipes, left_out = chosen_recipes(tuple(search.recipe or ()))
-    request = _request(question, search, sampling, machines, recipes)
+    request = _request(question, search, sampling, machines, limits, recipes)
     with progress_reporter(quiet=as_json) as progress:
         found = find(request, left_out, progress, line_reporter(quiet=as_json))
     content = results.write(request, found, describe_run())
@@ -137,26 +140,44 @@ def shrink(
     _end(found, question.policy)
 
 
+@dataclass(frozen=True)
+class _Limits:
+    """What decides, and how far the search goes."""
+
+    policy: "Policy"
+    size: "SizeLimit | None"
+    bits: tuple[float, ...]
+    budget_s: float | None
+
+
+def _read_limits(question: Question, search: Search) -> _Limits:
+    """Read policy, text and numbers before a tensor library is loaded, which takes seconds."""
+    from taut_deploy.frontier.limits import read_limit
+    from taut_deploy.validate.policy import load_policy
+    from taut_deploy.validate.text import read_text
+
+    budget = search.budget_minutes
+    if budget is not None and not budget >= 0.0:
+        raise RecipeError(f"--budget-minutes: {budget} is no number of minutes")
+    size, bits = read_limit(search.memory, search.target_bytes), _read_bits(search.target_bits)
+    policy = load_policy(question.policy)
+    read_text(question.judged)
+    return _Limits(policy, size, bits, None if budget is None else 60.0 * budget)
+
+
 def _request(
     question: Question,
     search: Search,
     sampling: Sampling,
     machines: Machines,
+    limits: _Limits,
     recipes: "tuple[Recipe, ...]",
 ) -> "ShrinkRequest":
     """What is asked for; all that the user wrote is read before the model is fetched."""
-    from taut_deploy.frontier.limits import read_limit
+    from taut_deploy.frontier.candidates import DEFAULT_BITS
     from taut_deploy.frontier.request import ShrinkRequest
-    from taut_deploy.validate.policy import load_policy
-    from taut_deploy.validate.text import read_text
 
     require_machine(machines.served_by)
-    budget = search.budget_minutes
-    if budget is not None and not budget >= 0.0:
-        raise RecipeError(f"--budget-minutes: {budget} is no number of minutes")
-    limit, bits = read_limit(search.memory, search.target_bytes), _read_bits(search.target_bits)
-    policy = load_policy(question.policy)
-    read_text(question.judged)
     output = None if question.output is None else checked_output(question.output)
     home = TautHome.from_environment()
     model = fetch_model(home, question.model, trust_remote_code=machines.trust_remote_code)
@@ -164,24 +185,26 @@ def _request(
     return ShrinkRequest(
         model=model,
         recipes=recipes,
-        target_bits=bits,
-        limit=limit,
-        policy=policy,
+        target_bits=limits.bits or DEFAULT_BITS,
+        limit=limits.size,
+        policy=limits.policy,
         validation=ValidationJob(
             baseline=model.path,
             candidate="",
             text=question.judged,
             policy=question.policy,
             output=output,
-            **sampling.for_job(),
-            device=machines.device,
-            served=not sampling.quick and _compares_served(machines),
-            trust_remote_code=machines.trust_remote_code,
+            sampling=sampling.for_job(),
+            directories=Directories(
+                device=machines.device,
+                served=not sampling.quick and _compares_served(machines),
+                trust_remote_code=machines.trust_remote_code,
+            ),
         ),
         served_by=machines.served_by,
         output=output,
         cache=home.root,
-        budget_s=None if budget is None else 60.0 * budget,
+        budget_s=limits.budget_s,
         keep_all=search.keep_all,
         requantize=machines.requantize,
     )
@@ -214,15 +237,13 @@ def _compares_served(machines: Machines) -> bool:
 
 
 def _read_bits(text: str | None) -> tuple[float, ...]:
-    """The values of ``--target-bits``.
+    """The values of ``--target-bits``; none where it is not given.
 
     Raises:
         RecipeError: one is no number of bits.
     """
-    from taut_deploy.frontier.candidates import DEFAULT_BITS
-
     if text is None:
-        return DEFAULT_BITS
+        return ()
     found = []
     for part in text.split(","):
         try:

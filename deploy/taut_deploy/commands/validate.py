@@ -1,28 +1,25 @@
 """``taut validate``."""
 
 import os
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 
-from taut_deploy.api_key import read_api_key
 from taut_deploy.commands.given_model import announce_code
 from taut_deploy.commands.option_groups import with_groups
-from taut_deploy.commands.options import JsonFlag, TrustRemoteCodeFlag
+from taut_deploy.commands.options import JsonFlag
 from taut_deploy.commands.output import print_facts, print_json
 from taut_deploy.commands.validate_options import (
     Access,
+    Directories,
     Latency,
     Question,
     Sampling,
-    Servers,
     Tasks,
 )
 from taut_deploy.progress import progress_reporter
-from taut_deploy.validate import ValidationJob, ValidationResult, run_validation
-from taut_deploy.validate.errors import CouldNotValidateError
+from taut_deploy.validate import Servers, ValidationJob, ValidationResult, run_validation
 
 
 @with_groups
@@ -31,29 +28,19 @@ def validate(
     question: Question,
     sampling: Sampling,
     tasks: Tasks,
-    device: Annotated[str, typer.Option(help="cpu or cuda, for directories.")] = "cpu",
+    directories: Directories,
     servers: Servers,
     accept_lower_bound: Annotated[
         bool, typer.Option(help="Let a KL known only as a lower bound (servers) pass.")
     ] = False,
     latency: Latency,
-    served: Annotated[
-        bool,
-        typer.Option(
-            "--served/--no-served",
-            help="Start a worker for a candidate directory and compare what it serves.",
-        ),
-    ] = True,
     access: Access,
-    trust_remote_code: TrustRemoteCodeFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Compare two models with statistics: 0 PASS, 1 FAIL, 2 INCONCLUSIVE, 3 could not run.
 
     Accuracy always, latency where both models are URLs. Servers get TAUT_API_KEY as bearer token.
     """
-    from taut_deploy.validate.headers import parse_headers
-
     if not question.explain:
         question.require_all()
     with progress_reporter(quiet=as_json or question.explain) as report:
@@ -63,18 +50,14 @@ def validate(
             text=question.text or Path(),
             policy=question.policy,
             output=question.output or Path(),
-            **sampling.for_job(),
-            **tasks.for_job(quick=sampling.quick),
-            device=device,
-            **asdict(servers),
-            api_key=read_api_key(access.api_key_file, os.environ, CouldNotValidateError),
-            baseline_headers=parse_headers(access.baseline_header or (), "--baseline-header"),
-            candidate_headers=parse_headers(access.candidate_header or (), "--candidate-header"),
+            sampling=sampling.for_job(),
+            items=tasks.for_job(quick=sampling.quick),
+            directories=directories.for_job(quick=sampling.quick),
+            servers=servers,
+            access=access.for_job(),
             latency=False if sampling.quick and latency.latency is None else latency.latency,
             latency_plan=latency.plan(),
             accept_lower_bound=accept_lower_bound,
-            served=served and not sampling.quick,
-            trust_remote_code=trust_remote_code,
             resume=question.resume,
             progress=lambda stage, done, total: report(done, total, stage),
         )
@@ -88,7 +71,7 @@ def validate(
 def _announce_code_of(job: ValidationJob) -> None:
     for side in (job.baseline, job.candidate):
         if os.path.isdir(side):  # noqa: PTH112 - never raises
-            announce_code(Path(side), job.trust_remote_code)
+            announce_code(Path(side), job.directories.trust_remote_code)
 
 
 def _recorded(job: ValidationJob, key: Path | None) -> ValidationResult:
@@ -116,7 +99,7 @@ def _explain(job: ValidationJob, question: Question, *, as_json: bool) -> NoRetu
     if question.baseline is not None:
         from taut_deploy.validate.sides import find_side
 
-        speed = tokens_per_second(find_side(job, "baseline").open(job.device))
+        speed = tokens_per_second(find_side(job, "baseline").open(job.directories.device))
         # Both models; the compressed one is taken to be as fast.
         seconds = 2 * facts["tokens_per_model"] / speed
         facts |= {"tokens_per_second": round(speed, 1), "seconds": round(seconds)}

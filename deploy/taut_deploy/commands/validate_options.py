@@ -1,12 +1,16 @@
 """The options of ``taut validate``, in the groups in which they are used."""
 
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from taut_deploy.commands.options import JudgedTextOption, PolicyOption
+from taut_deploy.api_key import read_api_key
+from taut_deploy.commands.options import JudgedTextOption, PolicyOption, TrustRemoteCodeFlag
+from taut_deploy.validate import settings
+from taut_deploy.validate.errors import CouldNotValidateError
 from taut_deploy.validate.latency.plan import LatencyPlan, parse_concurrency
 
 _PLAN = LatencyPlan()
@@ -54,35 +58,23 @@ class Question:
                 raise typer.BadParameter(f"give --{name}; only --explain goes without it")
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How much of the text is compared, and how often it is resampled.
+@dataclass(frozen=True, kw_only=True)
+class Sampling(settings.Sampling):
+    """The job's, and less of it.
 
     Args:
-        sequences: Sequences to compare.
-        max_sequences: Draw more, up to so many, while a limit is undecided.
-        sequence_length: Tokens per sequence.
-        seed: Seed of bootstrap and latency load.
-        bootstrap: Bootstrap resamples.
-        noise_sequences: Sequences of the baseline-against-itself run; 0 leaves it out.
         quick: At most 16 sequences of 256 tokens, 2 of noise, 200 items a task; none served.
     """
 
-    sequences: int = 32
-    max_sequences: int | None = None
-    sequence_length: int = 512
-    seed: int = 0
-    bootstrap: int = 2000
-    noise_sequences: int = 8
     quick: Annotated[bool, typer.Option("--quick")] = False
 
-    def for_job(self) -> dict[str, Any]:
-        """The fields of a job; ``--quick`` lowers what is more."""
-        fields = asdict(self)
-        if not fields.pop("quick"):
-            return fields
-        lowered = {name: min(fields[name], most) for name, most in _QUICK.items()}
-        return fields | lowered | {"max_sequences": None}
+    def for_job(self) -> settings.Sampling:
+        """What the job has of it; ``--quick`` lowers what is more."""
+        given = asdict(self)
+        if given.pop("quick"):
+            lowered = {name: min(given[name], most) for name, most in _QUICK.items()}
+            given |= lowered | {"max_sequences": None}
+        return settings.Sampling(**given)
 
 
 @dataclass(frozen=True)
@@ -104,39 +96,37 @@ class Tasks:
     max_items: int | None = None
     slice: list[str] | None = None
 
-    def for_job(self, *, quick: bool) -> dict[str, Any]:
-        """The fields of a job.
+    def for_job(self, *, quick: bool) -> settings.Items:
+        """What the job has of it.
 
         Args:
             quick: ask fewer items.
         """
         names = (name.strip() for name in (self.lm_eval or "").split(","))
-        return {
-            "tasks": tuple(self.task or ()),
-            "harness": tuple(name for name in names if name),
-            "harness_path": self.lm_eval_path,
-            "max_items": min(self.max_items or QUICK_ITEMS, QUICK_ITEMS)
-            if quick
-            else self.max_items,
-            "slices": tuple(self.slice or ()),
-        }
+        fewer = min(self.max_items or QUICK_ITEMS, QUICK_ITEMS)
+        return settings.Items(
+            tasks=tuple(self.task or ()),
+            harness=tuple(name for name in names if name),
+            harness_path=self.lm_eval_path,
+            slices=tuple(self.slice or ()),
+            max_items=fewer if quick else self.max_items,
+        )
 
 
-@dataclass(frozen=True)
-class Servers:
-    """What is asked of a model behind a URL.
+@dataclass(frozen=True, kw_only=True)
+class Directories(settings.Directories):
+    """The job's, with a worker by default."""
 
-    Args:
-        top_k: Log-probabilities asked of a server.
-        baseline_model: Model name at its URL.
-        candidate_model: Model name at its URL.
-        timeout_s: Seconds to wait for one server answer.
-    """
+    served: Annotated[bool, typer.Option("--served/--no-served")] = True
+    trust_remote_code: TrustRemoteCodeFlag = False
 
-    top_k: int = 20
-    baseline_model: str | None = None
-    candidate_model: str | None = None
-    timeout_s: float = 300.0
+    def for_job(self, *, quick: bool) -> settings.Directories:
+        """What the job has of it.
+
+        Args:
+            quick: start no worker.
+        """
+        return settings.Directories(**asdict(self) | {"served": self.served and not quick})
 
 
 @dataclass(frozen=True)
@@ -187,3 +177,17 @@ class Access:
     baseline_header: list[str] | None = None
     candidate_header: list[str] | None = None
     api_key_file: Path | None = None
+
+    def for_job(self) -> settings.Access:
+        """What the job has of it.
+
+        Raises:
+            CouldNotValidateError: the file of the key or a header cannot be read; names the flag.
+        """
+        from taut_deploy.validate.headers import parse_headers
+
+        return settings.Access(
+            api_key=read_api_key(self.api_key_file, os.environ, CouldNotValidateError),
+            baseline_headers=parse_headers(self.baseline_header or (), "--baseline-header"),
+            candidate_headers=parse_headers(self.candidate_header or (), "--candidate-header"),
+        )

@@ -17,7 +17,7 @@ from taut_deploy.validate.checkpoint_source import usable_device
 from taut_deploy.validate.checkpoint_tokenizer import CheckpointTokenizer
 from taut_deploy.validate.gate import combine, judge
 from taut_deploy.validate.policy import Policy, Requirements, beside_policy
-from taut_deploy.validate.slices.run import plan_slices
+from taut_deploy.validate.slices.plan import plan_slices
 from taut_deploy.validate.tasks.plan import plan_tasks
 from taut_deploy.validate.text import TokenizedText, tokenize_file
 from taut_deploy.versions import installed
@@ -47,17 +47,17 @@ def require_judgeable(request: ShrinkRequest) -> TokenizedText:
         )
     plan_tasks(job, policy)
     plan_slices(job, policy)
-    usable_device(job.device)
-    trusted = job.trust_remote_code
+    usable_device(job.directories.device)
+    trusted = job.directories.trust_remote_code
     longest = read_shape(request.directory, trust_remote_code=trusted).max_position_embeddings
-    if 0 < longest < job.sequence_length:
+    length = job.sampling.sequence_length
+    if 0 < longest < length:
         raise CouldNotValidateError(
-            f"--sequence-length: {job.sequence_length} is more than the {longest} positions of "
+            f"--sequence-length: {length} is more than the {longest} positions of "
             f"{request.model.name}"
         )
     tokenizer = CheckpointTokenizer(request.directory, trust_remote_code=trusted)
-    most = job.max_sequences or job.sequences
-    return tokenize_file(job.text, tokenizer, most, job.sequence_length)
+    return tokenize_file(job.text, tokenizer, job.sampling.most, length)
 
 
 def key_of(request: ShrinkRequest, candidate: Candidate) -> Key:
@@ -66,7 +66,7 @@ def key_of(request: ShrinkRequest, candidate: Candidate) -> Key:
         model=request.model.digest,
         recipe=candidate.digest,
         data=_data_digest(request.validation),
-        versions=sha256_json(versions(request.validation.served)),
+        versions=sha256_json(versions(request.validation.directories.served)),
         policy=_policy_digest(request.policy, request.validation),
     )
 
@@ -80,11 +80,7 @@ def _policy_digest(policy: Policy, job: ValidationJob) -> str:
 
 
 def _data_digest(job: ValidationJob) -> str:
-    settings = {
-        field.name: str(getattr(job, field.name))
-        for field in dataclasses.fields(job)
-        if field.name not in _NOT_DATA
-    }
+    settings = {name: value for name, value in job.settings().items() if name not in _NOT_DATA}
     text = sha256_file(job.text)
     return sha256_json({"text": text, **settings})
 
@@ -120,7 +116,7 @@ def rejudged(
     # What a worker, tasks and slices said is judged by limits that stay.
     kept = [rule for rule in entry.rules if not _is_of_policy(rule)]
     verdict = combine([*(rule.verdict for rule in rules), *(Verdict(r["verdict"]) for r in kept)])
-    if verdict is Verdict.INCONCLUSIVE and entry.sequences < (job.max_sequences or 0):
+    if verdict is Verdict.INCONCLUSIVE and entry.sequences < (job.sampling.max_sequences or 0):
         return None  # drawing more may decide it
     return verdict, [*map(plain_rule, rules), *kept]
 
@@ -152,8 +148,8 @@ def beyond_text(policy: Policy, job: ValidationJob) -> dict[str, Any]:
         policy: to judge by.
         job: may ask for more of them.
     """
-    named = policy.tasks.keys() - {ANY}
-    if not (named or policy.slices.named or job.tasks or job.harness or job.slices):
+    named, items = policy.tasks.keys() - {ANY}, job.items
+    if not (named or policy.slices.named or items.tasks or items.harness or items.slices):
         return {}
     return policy.model_dump(mode="json", include={"tasks", "slices"})
 

@@ -66,8 +66,8 @@ class ShrinkRequest:
             recipe,
             self.tries / place,
             self.cache,
-            self.validation.device,
-            trust_remote_code=self.validation.trust_remote_code,
+            self.validation.directories.device,
+            trust_remote_code=self.validation.directories.trust_remote_code,
             requantize=self.requantize,
         )
 

@@ -14,9 +14,9 @@ from taut_deploy.documents import read_json_object
 from taut_deploy.errors import MeasureError
 from taut_deploy.files import write_text_atomically
 from taut_deploy.pages.rollout import read_log, render_rollout
+from taut_deploy.validate.output import JSON_NAME, PARTIAL_NAME, REPORT_SCHEMA
 from taut_deploy.validate.page.render import render_page
-from taut_deploy.validate.partial import PARTIAL_NAME
-from taut_deploy.validate.report import JSON_NAME, PAGE_NAME, SCHEMA, SCHEMA_VERSION
+from taut_deploy.validate.report import PAGE_NAME, SCHEMA_VERSION
 
 LOG_NAME = "audit.jsonl"
 _LOGS = (LOG_NAME, f"rollout/{LOG_NAME}")
@@ -71,7 +71,7 @@ def page_of(folder: Path, output: Path | None) -> Page:
 def _validation(folder: Path, output: Path | None) -> Page:
     file, drawn = folder / JSON_NAME, folder / PAGE_NAME
     report = read_json_object(file, MeasureError)
-    if report.get("schema") != SCHEMA:
+    if report.get("schema") != REPORT_SCHEMA:
         raise MeasureError(f"{file}: is no report of taut validate")
     if output is None and drawn.is_file():
         return Page("validation", drawn)

@@ -6,20 +6,20 @@ transformers.
 """
 
 from taut_deploy.validate.errors import CouldNotValidateError
-from taut_deploy.validate.job import (
-    Metric,
-    Progress,
-    RuleOutcome,
-    ValidationJob,
-    ValidationResult,
-    Verdict,
-)
+from taut_deploy.validate.job import Progress, ValidationJob
+from taut_deploy.validate.outcome import Metric, RuleOutcome, ValidationResult, Verdict
+from taut_deploy.validate.settings import Access, Directories, Items, Sampling, Servers
 
 __all__ = [
+    "Access",
     "CouldNotValidateError",
+    "Directories",
+    "Items",
     "Metric",
     "Progress",
     "RuleOutcome",
+    "Sampling",
+    "Servers",
     "ValidationJob",
     "ValidationResult",
     "Verdict",
@@ -40,6 +40,10 @@ def run_validation(job: ValidationJob) -> ValidationResult:
         CouldNotValidateError: the comparison could not be made (exit code 3); nothing was written.
         OutputError: the report could not be written.
     """
-    from taut_deploy.validate.run import run  # here, so that `taut --help` does not load torch
+    # Here, so that `taut --help` does not load them; the plan first, as torch takes seconds.
+    from taut_deploy.validate.plan import read_plan
 
-    return run(job)
+    plan = read_plan(job)
+    from taut_deploy.validate.run import run
+
+    return run(job, plan)

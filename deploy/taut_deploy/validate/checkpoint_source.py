@@ -23,7 +23,6 @@ from transformers.utils import logging as transformers_logging
 
 import taut_deploy.hf  # noqa: F401  registers quant_method taut
 from taut_deploy.cpu_products import WideProducts
-from taut_deploy.documents import read_json_object
 from taut_deploy.errors import ModelError
 from taut_deploy.models.directory import require_contained
 from taut_deploy.models.pretrained import loading_class
@@ -32,6 +31,7 @@ from taut_deploy.models.values import is_finite
 from taut_deploy.out_of_memory import let_pass
 from taut_deploy.validate.checkpoint_tokenizer import CheckpointTokenizer
 from taut_deploy.validate.checkpoint_writer import write_answer
+from taut_deploy.validate.configuration import read_config
 from taut_deploy.validate.divergence import FullDistribution
 from taut_deploy.validate.errors import CouldNotValidateError, NotOfferedError, one_line
 from taut_deploy.validate.generation import Answer, Generation, Message, within
@@ -259,22 +259,6 @@ def _follow_inputs(model: torch.nn.Module) -> None:
     for layer in model.modules():
         if isinstance(layer, torch.nn.Linear):
             layer.register_forward_pre_hook(cast)
-
-
-def read_config(path: Path, role: str) -> dict[str, Any]:
-    """Read ``config.json`` of a model directory.
-
-    Raises:
-        CouldNotValidateError: no such directory, no configuration in it, or not JSON.
-    """
-    if not path.is_dir():
-        raise CouldNotValidateError(
-            f"--{role} {path}: no such directory (a server is given as http://host:port)"
-        )
-    file = path / "config.json"
-    if not file.exists():
-        raise CouldNotValidateError(f"--{role} {path}: no config.json, so not a model directory")
-    return read_json_object(file, CouldNotValidateError)
 
 
 def _refuse_unknown_quantization(config: dict[str, Any], path: Path, role: str) -> None:

@@ -13,7 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from scipy import stats
 
-from taut_deploy.validate.job import RuleOutcome, ValidationJob, Verdict
+from taut_deploy.validate.job import ValidationJob
+from taut_deploy.validate.outcome import RuleOutcome, Verdict
 from taut_deploy.validate.server_source import ServerSource
 
 METRIC = "default_sampling"
@@ -50,7 +51,9 @@ def compare_sampling(
     if baseline is None or candidate is None:
         return ()
     differences = []
-    for at, difference in enumerate(_differences(job.seed, sequences, baseline, candidate)):
+    for at, difference in enumerate(
+        _differences(job.sampling.seed, sequences, baseline, candidate)
+    ):
         differences.append(difference)
         if job.progress is not None:
             job.progress("sampling", at + 1, PROMPTS)

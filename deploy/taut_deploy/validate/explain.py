@@ -9,7 +9,7 @@ from taut_deploy.validate.job import ValidationJob
 from taut_deploy.validate.paired.shares import items_needed
 from taut_deploy.validate.paired.spending import boundaries, looks
 from taut_deploy.validate.policy import load_policy
-from taut_deploy.validate.slices.run import plan_slices
+from taut_deploy.validate.slices.plan import plan_slices
 from taut_deploy.validate.tasks.items import TaskFile
 from taut_deploy.validate.tasks.judged import FIRST_LOOK
 from taut_deploy.validate.tasks.plan import plan_tasks
@@ -40,13 +40,13 @@ def explain(job: ValidationJob) -> dict[str, Any]:
     """
     policy = load_policy(job.policy)
     tasks, slices = plan_tasks(job, policy), plan_slices(job, policy)
-    most = job.max_sequences or job.sequences
-    tokens = most * job.sequence_length
+    most = job.sampling.most
+    tokens = most * job.sampling.sequence_length
     found: dict[str, Any] = {
         "policy": policy.name,
         "accuracy": {
             "limits": _limits_of(policy.require.limits),
-            "sequences": list(looks(job.sequences, most)),
+            "sequences": list(looks(job.sampling.sequences, most)),
             "tokens": tokens,
         },
         "tasks": {},
@@ -57,7 +57,8 @@ def explain(job: ValidationJob) -> dict[str, Any]:
         found["tasks"][task.name] = one = _task(job, task, bounds)
         tokens += one["tokens"]
     for name, bounds in (*tasks.harness, *tasks.missing):
-        kind = "lm-evaluation-harness" if name in job.harness else "no source: --task or --lm-eval"
+        in_harness = name in job.items.harness
+        kind = "lm-evaluation-harness" if in_harness else "no source: --task or --lm-eval"
         found["tasks"][name] = {"kind": kind, "limits": _limits(bounds), **_power(bounds)}
     for plan in slices:
         size = sum(len(item.model_dump_json()) for item in plan.prompts.items) // _BYTES_PER_TOKEN
@@ -89,7 +90,7 @@ def tokens_per_second(source: _Timed) -> float:
 
 
 def _task(job: ValidationJob, task: TaskFile, bounds: TaskBounds) -> dict[str, Any]:
-    most = min(bounds.max_items, job.max_items or bounds.max_items, len(task.items))
+    most = min(job.items.fewest(bounds.max_items), len(task.items))
     sizes = looks(FIRST_LOOK, most) if bounds.limits else (most,)
     rows = (json.dumps(item.prompt, allow_nan=False) for item in task.items[:most])
     times = len(task.items[0].choices or ()) or 1

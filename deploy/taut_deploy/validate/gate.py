@@ -15,8 +15,8 @@ from dataclasses import replace
 from scipy import stats
 
 from taut_deploy.validate.bounds import Bounds
-from taut_deploy.validate.job import Metric, RuleOutcome, Verdict
 from taut_deploy.validate.metrics import QUANTILES
+from taut_deploy.validate.outcome import Metric, RuleOutcome, Verdict
 from taut_deploy.validate.policy import ERROR_RATE, LatencyBounds, Policy
 
 _ACCEPT = "--accept-lower-bound"

@@ -1,6 +1,5 @@
 """What the answers of a validation depend on, and whether a server still gives them."""
 
-import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -57,11 +56,7 @@ def inputs_of(
         text: as it is scored.
         sides: both models.
     """
-    settings = {
-        field.name: str(getattr(job, field.name))
-        for field in dataclasses.fields(job)
-        if field.name not in _NOT_ANSWERS
-    }
+    settings = {k: value for k, value in job.settings().items() if k not in _NOT_ANSWERS}
     found = {side.role: sha256_json(_of_model(side)) for side in sides}
     return found | {
         "text": sha256_json([text.text_sha256, text.tokens_sha256]),

@@ -18,24 +18,13 @@ from taut_deploy.files import disk_errors_named
 from taut_deploy.validate.divergence import Comparison
 from taut_deploy.validate.errors import CouldNotValidateError
 from taut_deploy.validate.generation import Answer
+from taut_deploy.validate.output import JOURNAL_NAME, JOURNAL_SCHEMA, is_journal
 from taut_deploy.validate.tasks.answers import ItemScore
 
-JOURNAL_NAME = "answers.jsonl"
-SCHEMA = "taut-validation-answers"
 _VERSION = 1
 _T = TypeVar("_T")
 _FLOATS = ("baseline_nll", "candidate_nll", "kl")
 _TOKENS = ("baseline_top1", "candidate_top1")
-
-
-def is_journal(file: Path) -> bool:
-    """Whether a file is the journal of a validation, to go on with or to replace."""
-    try:
-        with file.open(encoding="utf-8") as lines:
-            head = json.loads(lines.readline())
-    except (OSError, ValueError):
-        return False
-    return isinstance(head, dict) and head.get("schema") == SCHEMA
 
 
 class Journal:
@@ -94,7 +83,11 @@ class Journal:
         with disk_errors_named(self._file):
             self._file.parent.mkdir(parents=True, exist_ok=True)
             if not self._begun:
-                head = {"schema": SCHEMA, "schema_version": _VERSION, "inputs": self._inputs}
+                head = {
+                    "schema": JOURNAL_SCHEMA,
+                    "schema_version": _VERSION,
+                    "inputs": self._inputs,
+                }
                 self._file.write_text(json.dumps(head, allow_nan=False) + "\n", encoding="utf-8")
                 self._begun = True
             with self._file.open("a", encoding="utf-8") as lines:

@@ -11,7 +11,7 @@ from typing import Any
 
 from taut_deploy.validate.errors import CouldNotValidateError
 from taut_deploy.validate.gate import judge_latency, unmeasured_latency
-from taut_deploy.validate.job import Metric, RuleOutcome, ValidationJob
+from taut_deploy.validate.job import ValidationJob
 from taut_deploy.validate.latency.measure import Endpoint, Measurement, measure
 from taut_deploy.validate.latency.ratios import error_rate, level_ratios
 from taut_deploy.validate.latency.section import (
@@ -19,30 +19,11 @@ from taut_deploy.validate.latency.section import (
     measured_section,
     unmeasured_section,
 )
+from taut_deploy.validate.outcome import Metric, RuleOutcome
 from taut_deploy.validate.policy import LatencyBounds, Policy
 from taut_deploy.validate.server_connection import is_url
 from taut_deploy.validate.server_source import ServerSource
 from taut_deploy.validate.text import TokenizedText
-
-
-def check_latency(job: ValidationJob) -> None:
-    """Refuse what was asked for and cannot be measured.
-
-    Raises:
-        CouldNotValidateError: ``--latency`` or headers for a directory.
-    """
-    for role in ("baseline", "candidate"):
-        reference = getattr(job, role)
-        if is_url(reference):
-            continue
-        if job.latency:
-            raise CouldNotValidateError(
-                f"--latency: {role} {reference} is a directory; latency takes two servers"
-            )
-        if getattr(job, f"{role}_headers"):
-            raise CouldNotValidateError(
-                f"--{role}-header: {reference} is a directory; headers are for servers"
-            )
 
 
 def check_lengths(job: ValidationJob, servers: Sequence[ServerSource | None]) -> None:
@@ -98,7 +79,7 @@ def compare_latency(
     measurement = _measure(job, text, baseline, candidate)
     seconds = time.monotonic() - started
     ratios: dict[int, Mapping[str, Metric]] = {
-        level.concurrency: level_ratios(level, job.bootstrap, job.seed)
+        level.concurrency: level_ratios(level, job.sampling.bootstrap, job.sampling.seed)
         for level in measurement.levels
     }
     section = measured_section(job.latency_plan, measurement, ratios, seconds)
@@ -126,7 +107,7 @@ def _measure(
         if job.progress is not None:
             job.progress("latency", done, planned)
 
-    return measure(job.latency_plan, (first, second), text, job.seed, on_block)
+    return measure(job.latency_plan, (first, second), text, job.sampling.seed, on_block)
 
 
 def _judge(

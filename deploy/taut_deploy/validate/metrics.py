@@ -22,7 +22,7 @@ from taut_deploy.validate.bootstrap import (
     resample_indices,
 )
 from taut_deploy.validate.divergence import Comparison, Floats
-from taut_deploy.validate.job import Metric
+from taut_deploy.validate.outcome import Metric
 
 _BINS, _LEAST_SHOWN = 40, 1e-6  # of the histogram; less is rounding
 QUANTILES = {"kl_p50": 0.5, "kl_p90": 0.9, "kl_p99": 0.99}

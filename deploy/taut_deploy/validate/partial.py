@@ -14,12 +14,11 @@ from taut_deploy.files import write_json_atomically
 from taut_deploy.validate.divergence import Comparison
 from taut_deploy.validate.errors import one_line
 from taut_deploy.validate.journal import Journal
+from taut_deploy.validate.output import PARTIAL_NAME, PARTIAL_SCHEMA
 
 if TYPE_CHECKING:
     from taut_deploy.validate.tasks.answers import TaskAnswers
 
-PARTIAL_NAME = "partial.json"
-SCHEMA = "taut-validation-partial"
 _T = TypeVar("_T")
 
 
@@ -98,7 +97,7 @@ class Partial:
         self._output.mkdir(parents=True, exist_ok=True)
         file = self._output / PARTIAL_NAME
         content = {
-            "schema": SCHEMA,
+            "schema": PARTIAL_SCHEMA,
             "schema_version": 1,
             "complete": False,
             "error": one_line(error),

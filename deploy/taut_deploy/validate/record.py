@@ -13,7 +13,8 @@ from taut_deploy.checkpoint import (
 )
 from taut_deploy.files import sha256_file, sha256_json
 from taut_deploy.validate.errors import CouldNotValidateError
-from taut_deploy.validate.job import ValidationJob, ValidationResult
+from taut_deploy.validate.job import ValidationJob
+from taut_deploy.validate.outcome import ValidationResult
 from taut_deploy.verdict_record import ENVELOPE, PREDICATE_TYPE, unsigned
 
 if TYPE_CHECKING:

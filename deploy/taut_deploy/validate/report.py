@@ -9,70 +9,32 @@ from typing import Any
 
 import numpy as np
 
-from taut_deploy.documents import read_json
 from taut_deploy.errors import OutputError
 from taut_deploy.files import (
-    checked_output,
     disk_errors_named,
     write_json_atomically,
     write_text_atomically,
 )
-from taut_deploy.validate import metrics, partial
+from taut_deploy.validate import metrics
 from taut_deploy.validate.divergence import Comparison
-from taut_deploy.validate.errors import CouldNotValidateError
 from taut_deploy.validate.gate import combine
-from taut_deploy.validate.job import PARTS, Metric, RuleOutcome, ValidationJob
-from taut_deploy.validate.journal import JOURNAL_NAME, is_journal
+from taut_deploy.validate.job import ValidationJob
 from taut_deploy.validate.junit import render_junit
 from taut_deploy.validate.markdown import render
+from taut_deploy.validate.outcome import PARTS, Metric, RuleOutcome
+from taut_deploy.validate.output import JSON_NAME, PARTIAL_NAME, REPORT_SCHEMA
 from taut_deploy.validate.page.render import render_page
 from taut_deploy.validate.policy import Policy
 from taut_deploy.validate.text import TokenizedText, Tokenizer
 from taut_deploy.validate.textfile import render_textfile
 
-SCHEMA = "taut-validation-report"
 # 2: latency, verdicts of both parts, a rule's part and concurrency. 3: serving. 4: tasks, slices, a
 # rule's subject, the histogram of the KL, cumulative latencies.
 SCHEMA_VERSION = 4
-JSON_NAME, MARKDOWN_NAME, JUNIT_NAME = "report.json", "report.md", "junit.xml"
+MARKDOWN_NAME, JUNIT_NAME = "report.md", "junit.xml"
 PAGE_NAME, TEXTFILE_NAME = "report.html", "report.prom"
 _WORST = 10
 _CONTEXT_TOKENS = 24
-
-
-def check_output(output: Path) -> None:
-    """Refuse an output directory that is not ours.
-
-    Raises:
-        CouldNotValidateError: not a directory, or not empty and without an earlier report.
-    """
-    try:
-        checked_output(output)
-    except OutputError as error:
-        raise CouldNotValidateError(str(error)) from error
-    if not output.exists():
-        return
-    if not output.is_dir():
-        raise CouldNotValidateError(f"--output {output}: exists and is not a directory")
-    ours = ((JSON_NAME, SCHEMA), (partial.PARTIAL_NAME, partial.SCHEMA))
-    ours_begun = is_journal(output / JOURNAL_NAME)
-    if (
-        any(output.iterdir())
-        and not ours_begun
-        and not any(_is_ours(output / name, what) for name, what in ours)
-    ):
-        raise CouldNotValidateError(
-            f"--output {output}: not empty and holds no earlier validation report; choose another "
-            "directory"
-        )
-
-
-def _is_ours(file: Path, schema: str) -> bool:
-    try:
-        content = read_json(file, CouldNotValidateError)
-    except (OSError, CouldNotValidateError):
-        return False
-    return isinstance(content, dict) and content.get("schema") == schema
 
 
 def discard_earlier(output: Path) -> None:
@@ -83,7 +45,7 @@ def discard_earlier(output: Path) -> None:
         (output / JUNIT_NAME).unlink(missing_ok=True)
         (output / PAGE_NAME).unlink(missing_ok=True)
         (output / TEXTFILE_NAME).unlink(missing_ok=True)
-        (output / partial.PARTIAL_NAME).unlink(missing_ok=True)
+        (output / PARTIAL_NAME).unlink(missing_ok=True)
         (output / JSON_NAME).unlink()
 
 
@@ -154,7 +116,7 @@ def build(
     rules, comparison = found.rules, found.comparison
     verdict = combine(rule.verdict for rule in rules)
     return {
-        "schema": SCHEMA,
+        "schema": REPORT_SCHEMA,
         "schema_version": SCHEMA_VERSION,
         "verdict": verdict.value,
         "exit_code": verdict.exit_code,
@@ -165,7 +127,7 @@ def build(
         "kl": {
             "unit": "nats",
             "is_lower_bound": comparison.kl_is_lower_bound,
-            "top_k": job.top_k if comparison.kl_is_lower_bound else None,
+            "top_k": job.servers.top_k if comparison.kl_is_lower_bound else None,
             **metrics.kl_tail(comparison),
             "histogram": metrics.kl_histogram(comparison.kl),
         },
@@ -183,8 +145,8 @@ def build(
             "interval": "two-sided 95 % over all looks, bootstrap over sequences; studentised for "
             "means, and for the share above a quantile",
             "looks": list(found.looks),
-            "resamples": job.bootstrap,
-            "seed": job.seed,
+            "resamples": job.sampling.bootstrap,
+            "seed": job.sampling.seed,
         },
         "environment": dict(environment),
         "started_at": started_at.isoformat(timespec="seconds"),
@@ -211,7 +173,7 @@ def _text_section(
         "tokens_sha256": text.tokens_sha256,
         "bos_token_id": text.bos_token_id,
         "sequences": len(comparison.kl),
-        "sequence_length": job.sequence_length,
+        "sequence_length": job.sampling.sequence_length,
         "predictions": int(comparison.kl.size),
     }
 

@@ -3,14 +3,12 @@
 import datetime
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from taut_deploy.errors import TautError
+from taut_deploy.interrupts import sigterm_interrupts
 from taut_deploy.validate import identity, report
 from taut_deploy.validate.checkpoint_source import (
     CheckpointSource,
-    read_config,
     usable_device,
     wider_dtype,
 )
@@ -18,36 +16,20 @@ from taut_deploy.validate.default_sampling import compare_sampling
 from taut_deploy.validate.divergence import Comparison
 from taut_deploy.validate.errors import CouldNotValidateError
 from taut_deploy.validate.inputs import inputs_of, require_same_answers
-from taut_deploy.validate.job import RuleOutcome, ValidationJob, ValidationResult, Verdict
-from taut_deploy.validate.latency_part import check_latency, check_lengths, compare_latency
+from taut_deploy.validate.job import ValidationJob
+from taut_deploy.validate.latency_part import check_lengths, compare_latency
+from taut_deploy.validate.outcome import RuleOutcome, ValidationResult, Verdict
 from taut_deploy.validate.partial import Partial
-from taut_deploy.validate.policy import Policy, load_policy
-from taut_deploy.validate.server_connection import is_url
+from taut_deploy.validate.plan import Plan
 from taut_deploy.validate.server_source import ServerSource
 from taut_deploy.validate.serving import compare_served
 from taut_deploy.validate.side_by_side import compare_sources
 from taut_deploy.validate.sides import Side, check_tokenizers, find_side
-from taut_deploy.validate.slices.run import SlicePlan, Speakers, compare_slices, plan_slices
-from taut_deploy.validate.tasks.plan import TaskPlan, plan_tasks
+from taut_deploy.validate.slices.run import Speakers, compare_slices
 from taut_deploy.validate.tasks.run import Models, compare_tasks
-from taut_deploy.validate.text import TokenizedText, read_text, tokenize_file
+from taut_deploy.validate.text import TokenizedText, tokenize_file
 from taut_deploy.validate.text_part import TextCompared, compare_text
 from taut_deploy.validate.weights import judge_weights
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """What a job asks for, read before anything is loaded."""
-
-    policy: Policy
-    tasks: TaskPlan
-    slices: tuple[SlicePlan, ...]
-
-    @property
-    def digests(self) -> list[str]:
-        """Of the files that items and prompts come from."""
-        files = [task.sha256 for task, _ in self.tasks.files]
-        return [*files, *(one.prompts.sha256 for one in self.slices)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,33 +42,25 @@ class _Asked:
     rules: tuple[RuleOutcome, ...]
 
 
-def run(job: ValidationJob) -> ValidationResult:
+def run(job: ValidationJob, plan: Plan) -> ValidationResult:
     """Carry out ``job``; see :func:`taut_deploy.validate.run_validation`."""
-    # Cheap checks first: a mistyped flag must not cost the loading of two models.
-    report.check_output(job.output)
-    policy = load_policy(job.policy)
-    plan = _Plan(policy, plan_tasks(job, policy), plan_slices(job, policy))
-    usable_device(job.device)
-    read_text(job.text)
-    for role in ("baseline", "candidate"):
-        if not is_url(getattr(job, role)):
-            read_config(Path(getattr(job, role)), role)
-    check_latency(job)
+    usable_device(job.directories.device)
     partial = Partial(job.output)
     try:
-        return _compare(job, plan, partial)
-    except (TautError, KeyboardInterrupt) as error:
+        with sigterm_interrupts():
+            return _compare(job, plan, partial)
+    except BaseException as error:
         kept = partial.write(error)
         if kept is not None and isinstance(error, CouldNotValidateError):
             raise CouldNotValidateError(f"{error}; what was measured is in {kept}") from error
         raise
 
 
-def _compare(job: ValidationJob, plan: _Plan, partial: Partial) -> ValidationResult:
+def _compare(job: ValidationJob, plan: Plan, partial: Partial) -> ValidationResult:
     clock, started_at = time.monotonic(), datetime.datetime.now(datetime.UTC)
     baseline, candidate = find_side(job, "baseline"), find_side(job, "candidate")
     text = tokenize_file(
-        job.text, baseline.tokenizer, job.max_sequences or job.sequences, job.sequence_length
+        job.text, baseline.tokenizer, job.sampling.most, job.sampling.sequence_length
     )
     check_tokenizers(job, baseline, candidate)
     check_lengths(job, [baseline.server, candidate.server])
@@ -101,7 +75,7 @@ def _compare(job: ValidationJob, plan: _Plan, partial: Partial) -> ValidationRes
         text=text,
         tokenizer=baseline.tokenizer,
         models={"baseline": baseline.identity, "candidate": candidate.identity},
-        environment=identity.environment(job.device),
+        environment=identity.environment(job.directories.device),
         started_at=started_at,
         wall_time_s=time.monotonic() - clock,
     )
@@ -114,7 +88,7 @@ def _compare(job: ValidationJob, plan: _Plan, partial: Partial) -> ValidationRes
 
 def _measure(
     job: ValidationJob,
-    plan: _Plan,
+    plan: Plan,
     text: TokenizedText,
     sides: tuple[Side, Side],
     partial: Partial,
@@ -124,7 +98,7 @@ def _measure(
     noise, noise_kind = _score_noise(job, text, baseline, partial)
     measured, _, rules = asked.text.judged(job, plan.policy, noise)
     serving, serving_rules = compare_served(
-        job, text.sequences, measured["mean_kl"], lambda: candidate.open(job.device)
+        job, text.sequences, measured["mean_kl"], lambda: candidate.open(job.directories.device)
     )
     sampling_rules = compare_sampling(job, text.sequences, baseline.server, candidate.server)
     latency, latency_rules = compare_latency(
@@ -148,18 +122,19 @@ def _measure(
 
 def _ask_both(
     job: ValidationJob,
-    plan: _Plan,
+    plan: Plan,
     text: TokenizedText,
     sides: tuple[Side, Side],
     partial: Partial,
 ) -> _Asked:
     """Score the text and run tasks and slices; neither model outlives the call."""
-    first, second = (side.open(job.device) for side in sides)
+    first, second = (side.open(job.directories.device) for side in sides)
+    length = job.sampling.sequence_length
     for source in (first, second):
-        if source.max_positions is not None and job.sequence_length > source.max_positions:
+        if source.max_positions is not None and length > source.max_positions:
             raise CouldNotValidateError(
-                f"--sequence-length: {job.sequence_length} is more than the {source.max_positions} "
-                f"positions of the {source.role}"
+                f"--sequence-length: {length} is more than the {source.max_positions} positions of "
+                f"the {source.role}"
             )
     sequences = list(text.sequences)
     require_same_answers(partial, sequences, (first, second))
@@ -198,14 +173,14 @@ def _score_noise(
     server's arithmetic cannot be changed from outside: it is asked twice, which shows its scatter
     from run to run and no more.
     """
-    sequences = list(text.sequences[: job.noise_sequences])
+    sequences = list(text.sequences[: job.sampling.noise_sequences])
     if not sequences:
         return None, "not measured"
-    first = baseline.open(job.device)
+    first = baseline.open(job.directories.device)
     if isinstance(first, CheckpointSource):
         wide = wider_dtype(first.dtype)
         kind = f"baseline again in {str(wide).removeprefix('torch.')}, {len(sequences)} sequences"
-        second = baseline.open(job.device, wide)
+        second = baseline.open(job.directories.device, wide)
         return compare_sources(
             first, second, sequences, "noise", job.progress, once=partial.once
         ), kind

@@ -9,6 +9,7 @@ import requests
 from taut_deploy.validate.errors import CouldNotValidateError, NotOfferedError, one_line
 from taut_deploy.validate.generation import Message
 
+# The request is understood and not served: by a model without that ability, or with other limits.
 _REFUSED = frozenset({400, 404, 422})
 
 

@@ -17,7 +17,12 @@ from taut_deploy.validate.divergence import Floats, TopKDistribution
 from taut_deploy.validate.generation import Answer, FinishReason, Generation, Message, within
 from taut_deploy.validate.server_connection import ServerConnection, ServerTokenizer
 
-# The request is understood and not served: by a model without that ability, or with other limits.
+# Rounding, to bf16 at worst, adds this much to the 1 that all probabilities make.
+_MOST_IN_ALL = 1.01
+_NO_LOGPROBS = (
+    "probabilities of one token add up to more than 1: what it tells are no log-probabilities; "
+    "start vLLM with --logprobs-mode raw_logprobs"
+)
 # Of an entry of /v1/models: when it was asked for, and by whom.
 OF_THE_CALL = frozenset({"created", "permission"})
 
@@ -108,6 +113,8 @@ class ServerSource:
                 "/v1/completions answered without finite 'token_logprobs'; it must be vLLM or pass "
                 "vLLM's fields on"
             )
+        if found.max() > math.log(_MOST_IN_ALL):
+            raise self._connection.fail(_NO_LOGPROBS)
         return found
 
     def score(self, ids: Sequence[int]) -> TopKDistribution:
@@ -154,6 +161,9 @@ class ServerSource:
             raise self._connection.fail(
                 "NaN or infinite log-probabilities; the served weights are broken"
             )
+        # Capped, as a logit may be beyond what can be raised to.
+        if sum(math.exp(min(value, 1.0)) for value in logprobs.values()) > _MOST_IN_ALL:
+            raise self._connection.fail(_NO_LOGPROBS)
         return logprobs
 
     def write(self, ids: Sequence[int], generation: Generation) -> Answer:

@@ -31,7 +31,8 @@ from taut_deploy.serve.one_worker import ask_one_worker
 from taut_deploy.serve.process import ChildSpec
 from taut_deploy.validate import metrics
 from taut_deploy.validate.divergence import Comparison
-from taut_deploy.validate.job import Metric, RuleOutcome, ValidationJob, Verdict
+from taut_deploy.validate.job import ValidationJob
+from taut_deploy.validate.outcome import Metric, RuleOutcome, Verdict
 from taut_deploy.validate.server_connection import ServerConnection, is_url
 from taut_deploy.validate.server_source import ServerSource
 from taut_deploy.validate.side_by_side import Source, compare_sources
@@ -74,7 +75,7 @@ def why_not(job: ValidationJob) -> str | None:
     """
     if is_url(job.candidate):
         return "the candidate is a server: what was scored is what is served"
-    if not job.served:
+    if not job.directories.served:
         return "serving was not compared: --no-served"
     try:
         platform = installed_platform()
@@ -125,7 +126,7 @@ async def _ask(
         port=port,
         max_model_len=asked + 1,
         shutdown_timeout_s=5,
-        extra=(FLAG,) if job.trust_remote_code else (),
+        extra=(FLAG,) if job.directories.trust_remote_code else (),
     )
     url = f"http://{LOOPBACK}:{port}"
     with tempfile.TemporaryDirectory(prefix="taut-validate-") as logs:
@@ -145,15 +146,17 @@ async def _ask(
 
 def _asked_tokens(job: ValidationJob) -> int:
     """Return how many tokens of a sequence are asked: a server writes one more behind a prompt."""
-    shape = read_shape(Path(job.candidate), trust_remote_code=job.trust_remote_code)
+    shape = read_shape(Path(job.candidate), trust_remote_code=job.directories.trust_remote_code)
     window = shape.max_position_embeddings
-    return min(job.sequence_length, window - 1) if window else job.sequence_length
+    return min(job.sampling.sequence_length, window - 1) if window else job.sampling.sequence_length
 
 
 def _scored(
     job: ValidationJob, batch: list[tuple[int, ...]], url: str, files: Source
 ) -> Comparison:
-    served = ServerSource(ServerConnection(url, _NAME, {}, job.timeout_s), _NAME, job.top_k)
+    served = ServerSource(
+        ServerConnection(url, _NAME, {}, job.servers.timeout_s), _NAME, job.servers.top_k
+    )
     return compare_sources(files, served, batch, "serve", job.progress)
 
 

@@ -78,14 +78,14 @@ def find_side(job: ValidationJob, role: str) -> Side:
     """
     reference: str = getattr(job, role)
     if is_url(reference):
-        extra = getattr(job, f"{role}_headers")
-        headers = request_headers(job.api_key, extra)
-        connection = ServerConnection(reference, role, headers, job.timeout_s)
-        server = ServerSource(connection, getattr(job, f"{role}_model"), job.top_k)
+        extra = getattr(job.access, f"{role}_headers")
+        headers = request_headers(job.access.api_key, extra)
+        connection = ServerConnection(reference, role, headers, job.servers.timeout_s)
+        server = ServerSource(connection, getattr(job.servers, f"{role}_model"), job.servers.top_k)
         described = identity.server_identity(connection.root, server.card, described_headers(extra))
         return Side(role, server.tokenizer, described, server, None)
     path = Path(reference)
-    trusted = job.trust_remote_code
+    trusted = job.directories.trust_remote_code
     tokenizer = CheckpointTokenizer(path, trust_remote_code=trusted)
     described = identity.directory_identity(path, role)
     return Side(role, tokenizer, described, None, path, trusted)
@@ -104,7 +104,7 @@ def check_tokenizers(job: ValidationJob, baseline: Side, candidate: Side) -> Non
         require_same_behaviour(
             baseline.directory,
             candidate.directory,
-            trust_remote_code=job.trust_remote_code,
+            trust_remote_code=job.directories.trust_remote_code,
         )
     else:
         require_same_conversations(job.candidate, ours, theirs, job.baseline)

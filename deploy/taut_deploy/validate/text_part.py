@@ -8,8 +8,9 @@ from scipy import stats
 from taut_deploy.validate import metrics
 from taut_deploy.validate.divergence import Comparison
 from taut_deploy.validate.gate import combine, judge
-from taut_deploy.validate.job import Metric, RuleOutcome, ValidationJob, Verdict
+from taut_deploy.validate.job import ValidationJob
 from taut_deploy.validate.metrics import QUANTILES
+from taut_deploy.validate.outcome import Metric, RuleOutcome, Verdict
 from taut_deploy.validate.paired.spending import boundaries, looks
 from taut_deploy.validate.partial import Partial
 from taut_deploy.validate.policy import Policy
@@ -44,7 +45,11 @@ class TextCompared:
             noise: the baseline against itself, for the noise floor.
         """
         measured = metrics.measure(
-            self.comparison, noise, resamples=job.bootstrap, seed=job.seed, alpha=self.alpha
+            self.comparison,
+            noise,
+            resamples=job.sampling.bootstrap,
+            seed=job.sampling.seed,
+            alpha=self.alpha,
         )
         verdict, rules = judge(
             policy,
@@ -52,7 +57,7 @@ class TextCompared:
             accept_lower_bound=job.accept_lower_bound,
             sequences=len(self.comparison.kl),
         )
-        if self.alpha / 2 * job.bootstrap < _IN_TAIL:
+        if self.alpha / 2 * job.sampling.bootstrap < _IN_TAIL:
             rules = tuple(map(_unresolved, rules))
             verdict = combine(rule.verdict for rule in rules)
         return measured, verdict, rules
@@ -88,7 +93,7 @@ def compare_text(
     Raises:
         CouldNotValidateError: a model cannot answer, or their vocabularies differ.
     """
-    sizes = looks(job.sequences, len(text.sequences))
+    sizes = looks(job.sampling.sequences, len(text.sequences))
     parts: list[Comparison] = []
     done = 0
     for at, (size, z) in enumerate(zip(sizes, boundaries(sizes), strict=True), start=1):

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from datetime import datetime
 from typing import Any
 
-from taut_deploy.validate.job import Verdict
+from taut_deploy.validate.outcome import Verdict
 
 _ENDS = ("estimate", "low", "high")
 _HELP = {

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from taut_deploy.validate.job import RuleOutcome, Verdict
+from taut_deploy.validate.outcome import RuleOutcome, Verdict
 
 EDGE_METRIC, GAIN_METRIC = "group_edge_error", "weight_gain"
 EDGE_LIMIT = 0.5

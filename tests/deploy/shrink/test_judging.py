@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from shrink_room import make_try
+from validate_setup import job_of
 
 from taut_deploy.frontier.judging import beyond_text, miss_of, rejudged
 from taut_deploy.frontier.walk import Frontier
@@ -33,7 +34,7 @@ def measured(low: float, high: float):
 
 def again(old, new: Policy, **job):
     """What is said of a try under another policy."""
-    return rejudged(old, new, ValidationJob(**JOB, policy="p", **job))
+    return rejudged(old, new, job_of(**JOB, policy="p", **job))
 
 
 @pytest.mark.parametrize(

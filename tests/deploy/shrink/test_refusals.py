@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from collections import namedtuple
 
 import pytest
@@ -171,3 +173,27 @@ def test_another_machines_workers_are_not_started_here_and_that_is_said(room, ru
     code, _, err = run(*asked)
     assert code == 0
     assert "--served-by h100: no worker is compared here" in err
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (("--policy", "balancd"), "'balancd': no such policy"),
+        (("--text", "nowhere"), "--text nowhere"),
+        (("--memory", "24Gib"), "--memory: '24Gib' is no size"),
+        (("--target-bits", "4,x"), "--target-bits: 'x' is no number"),
+    ],
+)
+def test_what_was_mistyped_is_told_of_before_a_tensor_library_is_loaded(tmp_path, changed, said):
+    (tmp_path / "text.txt").write_text("a b c")
+    code = (
+        "import sys; from taut_deploy.cli import main; status = main(sys.argv[1:]); "
+        "print(status, {'torch', 'transformers'} & set(sys.modules))"
+    )
+    given = {"--policy": "balanced", "--text": "text.txt"} | dict([changed])
+    command = ["shrink", "model", *(word for pair in given.items() for word in pair)]
+    run = subprocess.run(
+        [sys.executable, "-c", code, *command], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert said in run.stderr
+    assert run.stdout == "2 set()\n"

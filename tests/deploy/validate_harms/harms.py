@@ -87,18 +87,34 @@ def swapped(tensors: Tensors) -> None:
         tensors[second + part] = held
 
 
-def off_by_one(original: torch.Tensor) -> Callable[[Tensors], None]:
-    """The last column of each group of one layer written with the next group's scale."""
-    name = "model.layers.0.self_attn.q_proj."
+EDGED = "model.layers.0.self_attn.q_proj."
+
+
+def above_zero(original: torch.Tensor) -> Callable[[Tensors], None]:
+    """The scales of one layer above zero, as writers have them that give none a sign; no harm."""
 
     def change(tensors: Tensors) -> None:
-        scale = tensors[name + "weight_scale"].float()
-        codes = unpack_from_int32(tensors[name + "weight_packed"], 4, original.shape)
+        scale = tensors[EDGED + "weight_scale"]
+        # A grid from -8 to 7 that holds the far end at either side.
+        tensors[EDGED + "weight_scale"] = scale.abs() * (8 / 7)
+        wide = tensors[EDGED + "weight_scale"].float().repeat_interleave(GROUP, 1)
+        codes = (original / wide).round().clamp(-8, 7).to(torch.int8)
+        tensors[EDGED + "weight_packed"] = pack_to_int32(codes, 4)
+
+    return change
+
+
+def off_by_one(original: torch.Tensor) -> Callable[[Tensors], None]:
+    """The last column of each group of one layer written with the next group's scale."""
+
+    def change(tensors: Tensors) -> None:
+        scale = tensors[EDGED + "weight_scale"].float()
+        codes = unpack_from_int32(tensors[EDGED + "weight_packed"], 4, original.shape)
         for group in range(scale.shape[1] - 1):
             column = (group + 1) * GROUP - 1
             wrong = original[:, column] / scale[:, group + 1]
             codes[:, column] = wrong.round().clamp(-8, 7).to(codes.dtype)
-        tensors[name + "weight_packed"] = pack_to_int32(codes, 4)
+        tensors[EDGED + "weight_packed"] = pack_to_int32(codes, 4)
 
     return change
 

@@ -68,9 +68,20 @@ def test_swapped_tensors_fail_on_the_text(room, tmp_path):
 def test_a_slip_at_the_edges_of_groups_fails_by_its_weights(room, tmp_path):
     tensors = load_file(room / "model" / "model.safetensors")
     original = tensors["model.layers.0.self_attn.q_proj.weight"]
-    bad = harms.spoiled(room / "w4", tmp_path / "c", harms.off_by_one(original))
+    good = harms.spoiled(room / "w4", tmp_path / "good", harms.above_zero(original))
+    assert failed(validate(room, tmp_path / "sound", good)) == set()
+    bad = harms.spoiled(good, tmp_path / "bad", harms.off_by_one(original))
     result = validate(room, tmp_path, bad)
     assert failed(result) == {"group_edge_error"}, "on the text it costs too little to be seen"
+    assert "layers.0.self_attn.q_proj" in " ".join(rule.reason for rule in result.rules)
+
+
+def test_a_slip_to_a_scale_of_the_other_sign_is_seen_on_the_text_as_well(room, tmp_path):
+    tensors = load_file(room / "model" / "model.safetensors")
+    original = tensors["model.layers.0.self_attn.q_proj.weight"]
+    bad = harms.spoiled(room / "w4", tmp_path / "c", harms.off_by_one(original))
+    result = validate(room, tmp_path, bad)
+    assert failed(result) == {"group_edge_error", "mean_kl"}
     assert "layers.0.self_attn.q_proj" in " ".join(rule.reason for rule in result.rules)
 
 

@@ -152,7 +152,7 @@ def test_shipped_prompts_are_read_and_their_own_answers_are_good(name):
             [{"messages": [{}], "schema": {"type": "thing"}}],
             "line 1: .*no JSON schema",
         ),
-        ("structured", [{"messages": [{}], "scheme": {}}], "line 1: schema: Field required"),
+        ("structured", [{"messages": [{}], "scheme": {}}], "line 1: scheme: unknown key"),
         ("tools", [{"messages": [{}], "tools": [{"name": "f"}]}], "line 1: .*every tool has 'func"),
         ("chat", [{"messages": []}], "line 1: messages"),
         ("chat", [{"messages": [{}]}], "one prompt says nothing"),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from taut_deploy.validate.bounds import TaskBounds
-from taut_deploy.validate.job import Verdict
+from taut_deploy.validate.outcome import Verdict
 from taut_deploy.validate.paired.shares import items_needed, share_metrics
 from taut_deploy.validate.tasks.answers import ItemScore, TaskAnswers
 from taut_deploy.validate.tasks.items import Item

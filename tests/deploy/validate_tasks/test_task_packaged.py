@@ -18,6 +18,7 @@ from taut_deploy.home import TautHome
 from taut_deploy.validate.errors import CouldNotValidateError
 from taut_deploy.validate.job import ValidationJob
 from taut_deploy.validate.policy import load_policy
+from taut_deploy.validate.settings import Items
 from taut_deploy.validate.tasks import converted, packaged
 from taut_deploy.validate.tasks.items import read_task
 from taut_deploy.validate.tasks.packaged import PACKAGED, packaged_task
@@ -128,7 +129,7 @@ def plan(tmp_path: Path, tasks: str, *given: str) -> list[str]:
         text=tmp_path / "t",
         policy=policy,
         output=tmp_path / "out",
-        tasks=tuple(map(Path, given)),
+        items=Items(tasks=tuple(map(Path, given))),
     )
     return [task.name for task, _ in plan_tasks(job, load_policy(policy)).files]
 

@@ -239,9 +239,9 @@ def test_the_command_takes_tasks(folder, tmp_path):
 
 
 def test_a_missing_harness_is_one_line(folder, tmp_path, monkeypatch):
-    from taut_deploy.validate.tasks import harness
+    from taut_deploy.validate.tasks import harness_given
 
-    monkeypatch.setattr(harness.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(harness_given.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(CouldNotValidateError, match=r"pip install 'taut\[eval\]'"):
         validate(folder, tmp_path / "r", harness=("arc_easy",))
 

@@ -42,8 +42,8 @@ import numpy as np
 from scipy import stats
 
 from taut_deploy.validate.bootstrap import Floats, expanded_levels, resample_indices
-from taut_deploy.validate.job import Metric
 from taut_deploy.validate.latency.measure import Block, Level
+from taut_deploy.validate.outcome import Metric
 
 LEAST_USABLE_BLOCKS = 6
 _MEDIAN, _TAIL = 0.5, 0.95

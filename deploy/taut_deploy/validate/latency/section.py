@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from taut_deploy.validate.job import Metric
 from taut_deploy.validate.latency.measure import ROLES, Block, Level, Measurement
 from taut_deploy.validate.latency.plan import LatencyPlan
 from taut_deploy.validate.latency.ratios import SAMPLES, error_rate
+from taut_deploy.validate.outcome import Metric
 from taut_deploy.validate.policy import LatencyBounds
 
 _QUANTILES = {"p50": 0.5, "p95": 0.95}

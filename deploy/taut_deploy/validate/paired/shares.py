@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 from scipy import stats
 
-from taut_deploy.validate.job import Metric
+from taut_deploy.validate.outcome import Metric
 from taut_deploy.validate.paired.clusters import ClusterRatio, Floats, ratio_interval
 from taut_deploy.validate.paired.counts import Bools, PairedCounts, count_pairs
 from taut_deploy.validate.paired.difference import difference_interval

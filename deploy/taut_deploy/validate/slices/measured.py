@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from taut_deploy.validate.divergence import Comparison
-from taut_deploy.validate.job import Metric
+from taut_deploy.validate.outcome import Metric
 from taut_deploy.validate.paired.clusters import ClusterRatio, ratio_interval
 from taut_deploy.validate.paired.shares import share_metrics
 from taut_deploy.validate.paired.wilson import wilson_interval

@@ -138,7 +138,7 @@ def read_prompts(name: str, path: Path | None, flag: str) -> Prompts:
         try:
             items.append(KINDS[name].model_validate(row))
         except ValidationError as error:
-            problem = first_problem(error, "prompt").replace("Value error, ", "")
+            problem = first_problem(error, "prompt")
             raise CouldNotValidateError(f"{flag} {path}, line {number}: {problem}") from error
     if len(items) < 2:
         raise CouldNotValidateError(f"{flag} {path}: one prompt says nothing; give two or more")

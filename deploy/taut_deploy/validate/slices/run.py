@@ -1,65 +1,23 @@
-"""The slices of a validation: which, measured, judged, described."""
+"""The slices of a validation: measured, judged, described."""
 
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from taut_deploy.validate.bounds import SLICE_NAMES, SliceBounds, Slices
-from taut_deploy.validate.errors import CouldNotValidateError, NotOfferedError
+from taut_deploy.validate.errors import NotOfferedError
 from taut_deploy.validate.gate import judge_bounds, unmeasured_bounds
-from taut_deploy.validate.job import RuleOutcome, ValidationJob
+from taut_deploy.validate.job import ValidationJob
+from taut_deploy.validate.outcome import RuleOutcome
 from taut_deploy.validate.partial import Partial
-from taut_deploy.validate.policy import Policy, beside_policy
 from taut_deploy.validate.slices.measured import Measured
 from taut_deploy.validate.slices.measures import MEASURES, Setting, Speaker
-from taut_deploy.validate.slices.prompts import Prompts, read_prompts
+from taut_deploy.validate.slices.plan import SlicePlan
 from taut_deploy.validate.text import Tokenizer
 
 PART = "slices"
 _MORE = "give the slice more prompts (file:)"
-
-
-@dataclass(frozen=True, slots=True)
-class SlicePlan:
-    """A slice that is to be measured."""
-
-    name: str
-    prompts: Prompts
-    bounds: SliceBounds
-
-
-def plan_slices(job: ValidationJob, policy: Policy) -> tuple[SlicePlan, ...]:
-    """Read the prompts of every slice before a model is loaded.
-
-    Raises:
-        CouldNotValidateError: an unknown slice, or a file that cannot be used.
-    """
-    asked = dict(policy.slices.named)
-    given: dict[str, Path] = {}
-    for word in job.slices:
-        name, separator, file = word.partition("=")
-        if name not in SLICE_NAMES or (separator and not file):
-            raise CouldNotValidateError(
-                f"--slice {word}: give one of {', '.join(SLICE_NAMES)}, or NAME=FILE"
-            )
-        asked.setdefault(name, _without_limits(name))
-        if file:
-            given[name] = Path(file)
-    found = []
-    for name, bounds in asked.items():
-        path, flag = given.get(name), "--slice"
-        if path is None and bounds.file is not None:
-            path, flag = beside_policy(job.policy, bounds.file), f"{job.policy}: slices.{name}.file"
-        found.append(SlicePlan(name, read_prompts(name, path, flag), bounds))
-    return tuple(found)
-
-
-def _without_limits(name: str) -> SliceBounds:
-    bounds: SliceBounds = Slices.model_validate({name: {}}).named[name]
-    return bounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +57,8 @@ def compare_slices(
             models.tokenizer,
             models.bos,
             models.text_ids,
-            job.bootstrap,
-            job.seed,
+            job.sampling.bootstrap,
+            job.sampling.seed,
             _each(job, one.name, partial),
         )
         try:

@@ -5,16 +5,16 @@ of any other task. Its own standard errors, which are of one model alone, are no
 tasks (``mmlu``) is one task whose parts are what is resampled.
 """
 
-import importlib.util
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from taut_deploy.validate.bounds import TaskBounds
 from taut_deploy.validate.errors import CouldNotValidateError, one_line
-from taut_deploy.validate.job import RuleOutcome, ValidationJob
+from taut_deploy.validate.job import ValidationJob
+from taut_deploy.validate.outcome import RuleOutcome
 from taut_deploy.validate.partial import Partial
 from taut_deploy.validate.tasks.answers import ItemScore, TaskAnswers, Writer
+from taut_deploy.validate.tasks.harness_given import FLAG
 from taut_deploy.validate.tasks.items import Item
 from taut_deploy.validate.tasks.judged import Judged, judge_task
 from taut_deploy.validate.tasks.section import task_section
@@ -22,25 +22,12 @@ from taut_deploy.validate.tasks.section import task_section
 if TYPE_CHECKING:
     from taut_deploy.validate.tasks.run import Models
 
-FLAG = "--lm-eval"
 _BY_SUM = ("acc", "exact_match", "acc_norm", "em", "pass@1")
 _BY_BYTE = ("acc_bytes", "acc_norm", *_BY_SUM)
 _Z = 1.959964
 # What the harness raises for names, data sets and templates that it cannot use.
 _ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, AttributeError)
 _Samples = Mapping[str, list[dict[str, Any]]]
-
-
-def require_harness() -> None:
-    """Check that the harness is installed.
-
-    Raises:
-        CouldNotValidateError: it is not.
-    """
-    if importlib.util.find_spec("lm_eval") is None:
-        raise CouldNotValidateError(
-            f"{FLAG}: lm-evaluation-harness is not installed; pip install 'taut[eval]'"
-        )
 
 
 def run_harness(
@@ -70,7 +57,8 @@ def run_harness(
         candidate = _samples(job, name, bounds, models.candidate, models, partial)
         answers = partial.task(TaskAnswers(name))
         _pair(answers, baseline, candidate, bounds)
-        metrics, rules = judge_task(answers, bounds, _Z, resamples=job.bootstrap, seed=job.seed)
+        drawn = job.sampling
+        metrics, rules = judge_task(answers, bounds, _Z, resamples=drawn.bootstrap, seed=drawn.seed)
         size = len(answers.items)
         judged = Judged(answers, metrics, rules, (size,), (size,), _Z)
         section = task_section(judged, bounds, "harness", name, None, size)
@@ -98,13 +86,13 @@ def _samples(
         if job.progress is not None:
             job.progress(f"task {name} ({source.role})", done, total)
 
-    path = None if job.harness_path is None else str(job.harness_path)
+    path = None if job.items.harness_path is None else str(job.items.harness_path)
     try:
         results = simple_evaluate(
             HarnessModel(source, models.tokenizer, models.bos, on_request, once),
             tasks=[name],
             task_manager=TaskManager(include_path=path),
-            limit=min(bounds.max_items, job.max_items or bounds.max_items),
+            limit=job.items.fewest(bounds.max_items),
             bootstrap_iters=0,
             log_samples=True,
         )
@@ -168,13 +156,3 @@ def _score(part: str, sample: Mapping[str, Any], metric: str) -> ItemScore:
             f"{FLAG} {part}: {metric} of item {sample['doc_id']} is {value:g}, not 0 or 1"
         )
     return ItemScore(value == 1.0, None, str(sample["filtered_resps"])[:400])
-
-
-def check_harness_path(path: Path | None) -> None:
-    """Refuse a directory of task definitions that is not there.
-
-    Raises:
-        CouldNotValidateError: no such directory.
-    """
-    if path is not None and not path.is_dir():
-        raise CouldNotValidateError(f"--lm-eval-path {path}: no such directory")

@@ -122,7 +122,7 @@ def read_task(path: Path, flag: str, name: str | None = None) -> TaskFile:
         try:
             items.append(Item.model_validate(row))
         except ValidationError as error:
-            problem = first_problem(error, "item").replace("Value error, ", "")
+            problem = first_problem(error, "item")
             raise CouldNotValidateError(f"{flag} {path}, line {number}: {problem}") from error
     kinds = [item.choices is None for item in items]
     if len(set(kinds)) > 1:

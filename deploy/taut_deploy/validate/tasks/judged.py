@@ -7,7 +7,7 @@ import numpy as np
 
 from taut_deploy.validate.bounds import TaskBounds
 from taut_deploy.validate.gate import combine, judge_bounds
-from taut_deploy.validate.job import Metric, RuleOutcome, Verdict
+from taut_deploy.validate.outcome import Metric, RuleOutcome, Verdict
 from taut_deploy.validate.paired.shares import share_metrics
 from taut_deploy.validate.paired.spending import boundaries, looks
 from taut_deploy.validate.tasks.answers import Ask, TaskAnswers

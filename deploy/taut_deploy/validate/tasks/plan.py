@@ -9,7 +9,7 @@ from taut_deploy.validate.bounds import ANY, TaskBounds
 from taut_deploy.validate.errors import CouldNotValidateError
 from taut_deploy.validate.job import ValidationJob
 from taut_deploy.validate.policy import Policy, beside_policy
-from taut_deploy.validate.tasks.harness import check_harness_path, require_harness
+from taut_deploy.validate.tasks.harness_given import check_harness_path, require_harness
 from taut_deploy.validate.tasks.items import TaskFile, read_task
 from taut_deploy.validate.tasks.packaged import PACKAGED, packaged_task, require_packaged
 
@@ -36,8 +36,8 @@ def plan_tasks(job: ValidationJob, policy: Policy) -> TaskPlan:
         CouldNotValidateError: a file that cannot be used, a name given twice, or ``any`` with a
             file.
     """
-    check_harness_path(job.harness_path)
-    if job.harness:
+    check_harness_path(job.items.harness_path)
+    if job.items.harness:
         require_harness()
     sections = dict(policy.tasks)
     fallback = sections.pop(ANY, None) or TaskBounds()
@@ -48,10 +48,10 @@ def plan_tasks(job: ValidationJob, policy: Policy) -> TaskPlan:
             "name the task to give it a file"
         )
     files = list(_of_policy(job, sections))
-    for path in job.tasks:
+    for path in job.items.tasks:
         task = read_task(_here(path), "--task")
         files.append((task, sections.get(task.name, fallback)))
-    harness = [(name, sections.get(name, fallback)) for name in job.harness]
+    harness = [(name, sections.get(name, fallback)) for name in job.items.harness]
     names = [task.name for task, _ in files] + [name for name, _ in harness]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:

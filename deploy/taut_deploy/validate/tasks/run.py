@@ -6,7 +6,8 @@ from typing import Any
 
 from taut_deploy.validate.bounds import TaskBounds
 from taut_deploy.validate.gate import unmeasured_bounds
-from taut_deploy.validate.job import RuleOutcome, ValidationJob
+from taut_deploy.validate.job import ValidationJob
+from taut_deploy.validate.outcome import RuleOutcome
 from taut_deploy.validate.paired.holm import holm_adjusted
 from taut_deploy.validate.partial import Partial
 from taut_deploy.validate.tasks.answers import ItemScore, TaskAnswers, Writer, answer_item
@@ -85,7 +86,7 @@ def _section(tasks: Mapping[str, Any]) -> dict[str, Any]:
 def _run_file(
     job: ValidationJob, task: TaskFile, bounds: TaskBounds, models: Models, partial: Partial
 ) -> tuple[dict[str, Any], tuple[RuleOutcome, ...]]:
-    most = min(bounds.max_items, job.max_items or bounds.max_items, len(task.items))
+    most = min(job.items.fewest(bounds.max_items), len(task.items))
     answers = partial.task(TaskAnswers(task.name))
 
     def both(item: Item) -> tuple[ItemScore, ItemScore]:
@@ -103,11 +104,11 @@ def _run_file(
 
     judged = ask_until_decided(
         answers,
-        shuffled(task.items, most, job.seed),
+        shuffled(task.items, most, job.sampling.seed),
         bounds,
         ask,
-        resamples=job.bootstrap,
-        seed=job.seed,
+        resamples=job.sampling.bootstrap,
+        seed=job.sampling.seed,
         on_item=on_item,
     )
     section = task_section(judged, bounds, task.kind, str(task.path), task.sha256, len(task.items))
