@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from taut_deploy.compress.formats.protocol import LayerFormat, TautFormat
+from taut_deploy.compress.formats.protocol import LayerFormat, TautFormat, WeightFormat
 from taut_deploy.compress.stages import BLOCK_STAGES
+from taut_deploy.diagnose.unserved import of_group
 from taut_deploy.errors import RecipeError
 from taut_deploy.fused_layers import fused_groups
 from taut_deploy.recipe import Order, Recipe, Stage, StageModel, is_matched, matches
@@ -153,11 +154,21 @@ def _require_zeros_kept(recipe: Recipe, before: list[int], stage: StageModel, na
 
 
 def _require_served(name: str, layer_format: LayerFormat) -> None:
-    if isinstance(layer_format, TautFormat) and ".experts." in name:
+    """Refuse experts that vLLM loads nowhere; of other layers the plan says so with the kernel."""
+    if ".experts." not in name:
+        return
+    if isinstance(layer_format, TautFormat):
         raise RecipeError(
             f"stages: {name} is one of many experts, which vLLM multiplies in one kernel that "
             f"takes no {layer_format.name}; put '*.experts.*' into 'ignore'"
         )
+    if isinstance(layer_format, WeightFormat):
+        group = layer_format.scheme([])
+        if why := of_group(group.weights, group.input_activations).why(name, "cuda"):
+            raise RecipeError(
+                f"stages: {name} cannot be {layer_format.name}: {why}; store '*.experts.*' "
+                "otherwise, or put it into 'ignore'"
+            )
 
 
 def _require_fits(layer_format: LayerFormat, name: str, shape: tuple[int, int]) -> None:
