@@ -26,6 +26,8 @@ MAX_NODES = 100_000
 
 # No text has them: a NUL ends a path or an argument, half a surrogate pair cannot be printed.
 _BROKEN_TEXT = re.compile("[\x00\ud800-\udfff]")
+# What pydantic puts into a place where a value may be of several types: which of them it tried.
+_CHOICE = re.compile(r"(literal|dict|list|tuple|function-\w+)\[")
 _NUMBER_TAGS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 _YAML_ERRORS = (
     *(yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError),
@@ -138,12 +140,29 @@ def first_problem(error: ValidationError, whole: str = "document") -> str:
         error: of pydantic.
         whole: what to say in place of a key where the whole is wrong.
     """
-    first = error.errors(include_url=False, include_input=False)[0]
-    key = ".".join(str(part)[:80] for part in first["loc"]) or whole
-    unknown = first["type"] in {"extra_forbidden", "unexpected_keyword_argument"}
-    problem = f"{key}: {'unknown key' if unknown else first['msg'][:300]}"
+    first = first_error(error)
+    parts = [str(part)[:80] for part in first["loc"] if not _CHOICE.match(str(part))]
+    wrong = first["msg"][:300]
+    if first["type"] in {"extra_forbidden", "unexpected_keyword_argument"}:
+        wrong = "unknown key"
+    elif first["type"] == "union_tag_not_found":
+        wrong = f"give {first['ctx']['discriminator']}"
+    elif first["type"] == "union_tag_invalid":
+        parts.append(first["ctx"]["discriminator"].strip("'"))
+        wrong = f"Input should be one of {first['ctx']['expected_tags'][:300]}"
+    problem = f"{'.'.join(parts) or whole}: {wrong}"
     # It may quote somebody else's text: a line break in that is shown, not made.
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in problem)
+
+
+def first_error(error: ValidationError) -> dict[str, Any]:
+    """What pydantic found first; a key that is wrong goes before one that is missing for it.
+
+    Args:
+        error: of pydantic.
+    """
+    found = sorted(error.errors(include_url=False), key=lambda one: one["type"] == "missing")
+    return dict(found[0])
 
 
 def why_refused(value: Any) -> str | None:
