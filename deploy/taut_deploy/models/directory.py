@@ -204,7 +204,8 @@ def read_shape(directory: Path, *, trust_remote_code: bool = False) -> ModelShap
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         family = repr(raw.get("model_type"))[:80]
         raise ModelError(
-            f"{directory}: architecture {family} is not supported ({reason_of(error)})"
+            f"{directory / 'config.json'}: architecture {family} is not supported "
+            f"({reason_of(error)})"
         ) from error
 
 

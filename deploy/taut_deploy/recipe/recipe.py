@@ -39,6 +39,7 @@ class Calibration(Strict):
     ``source`` is ``corpus`` (public-domain prose) or ``articles`` (of an encyclopaedia), both from
     pinned packages, ``self`` (sampled from the model), ``file`` with ``path``, or several of them
     with weights: ``{corpus: 1, articles: 2}``. Beside texts, ``self`` goes on from pieces of them.
+    A file is plain text, or ``.jsonl`` with a document a line under ``text``.
     """
 
     source: (
