@@ -130,6 +130,8 @@ def make_w4a16_case(
     x = torch.randn(M, K, generator=generator).to(dtype)
     zeros = torch.randint(-8, 8, (N, K // group), generator=generator).to(torch.int8)
     bias = torch.randn(N, generator=generator).to(dtype)
+    if not asymmetric:  # a symmetric group's far end has the lowest code, whichever its sign
+        scale *= torch.randint(0, 2, scale.shape, generator=generator) * 2 - 1
     weight_packed = formats.pack_weight(values)
     weight_scale = scale.to(dtype)
     zero_packed = formats.pack_zero_point(zeros) if asymmetric else None

@@ -158,7 +158,8 @@ def test_a_mixture_meets_its_bits_and_loads_in_stock_transformers(room, tmp_path
         assert len({schemes[f"{attention}.{part}_proj"] for part in "qkv"}) == 1
     base = AutoModelForCausalLM.from_pretrained(room / "model").eval()
     for name, scheme in schemes.items():  # rounding to nearest, the model's weights alone count
-        spec = GridSpec(int(scheme[1]), 64 if scheme == "W8A16" else 32, True, torch.float32)
+        group, signed = (64, False) if scheme == "W8A16" else (32, True)
+        spec = GridSpec(int(scheme[1]), group, True, torch.float32, signed)
         layer = base.get_submodule(name)
         layer.weight.data = spec.fit(layer.weight.data).round(layer.weight.data)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()

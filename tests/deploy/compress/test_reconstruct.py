@@ -43,7 +43,7 @@ def test_blocks_come_closer_to_the_original(name, room, tmp_path):
     """On the sequences that judge, which are not learned from."""
     base = AutoModelForCausalLM.from_pretrained(room / "model").eval()
     errors, manifests, models = {}, {}, {}
-    for steps in (None, 80):
+    for steps in (None, 120):
         stage = {**STAGES[name], **({} if steps is None else {"steps": steps})}
         data = {**recipe_data(room / "text.txt"), "stages": [stage]}
         data["calibration"]["sequences"] = 48
@@ -55,15 +55,15 @@ def test_blocks_come_closer_to_the_original(name, room, tmp_path):
         models[steps] = AutoModelForCausalLM.from_pretrained(request.output).eval()
         pairs = zip(hidden_states(models[steps], judges), hidden_states(base, judges), strict=True)
         errors[steps] = [float((got - want).square().sum()) for got, want in pairs]
-    for after, before in zip(errors[80], errors[None], strict=True):
+    for after, before in zip(errors[120], errors[None], strict=True):
         # Little of a weight moves beside codes, and of a book only its values and scales.
         assert after < (0.97 if name in {"residual", "palettize"} else 0.9) * before
-    assert all(layer["method"].endswith("reconstruct") for layer in manifests[80].layers)
+    assert all(layer["method"].endswith("reconstruct") for layer in manifests[120].layers)
     if "prune" in STAGES[name].values():
-        for layer in manifests[80].layers:
-            zeros = {s: models[s].get_submodule(layer["name"]).weight == 0 for s in (None, 80)}
+        for layer in manifests[120].layers:
+            zeros = {s: models[s].get_submodule(layer["name"]).weight == 0 for s in (None, 120)}
             assert layer["density"] == pytest.approx(0.5, abs=0.01)
-            assert float(zeros[80].float().mean()) == pytest.approx(0.5, abs=0.01)
+            assert float(zeros[120].float().mean()) == pytest.approx(0.5, abs=0.01)
 
 
 def problem(make):

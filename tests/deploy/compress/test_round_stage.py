@@ -46,7 +46,7 @@ def test_blocks_come_closer_to_the_original_than_by_gptq(room, tmp_path):
     base = AutoModelForCausalLM.from_pretrained(room / "model").eval()
     errors = {}
     for algorithm in ("gptq", "round"):
-        steps = {"steps": 60} if algorithm == "round" else {}
+        steps = {"steps": 200} if algorithm == "round" else {}
         data = recipe_data(text, algorithm=algorithm, **steps)
         data["calibration"]["sequences"] = 48
         request, manifest = run(room, tmp_path / algorithm, data)

@@ -23,14 +23,14 @@ from taut_deploy.errors import ModelError, RecipeError
 from taut_deploy.files import sha256_file
 from taut_deploy.recipe import Order, Quantize, Recipe, StageModel, load_recipe, matches
 
-# Made by the code before stages had formats. Rounding to nearest alone: a GPTQ's sums are taken in
-# another order on another CPU.
+# Recipes of before stages had formats. Bytes are of rounding to nearest alone: a GPTQ's sums are
+# taken in another order on another CPU.
 HASHES = {
     "w8a8": "54022def083012532c0177bc4373231795f69a8774368ef6b200a8fd21e7e71c",
     "w4a16": "fae388ef4754f1abc11c4c709a585407b8925c5bd6a46d10c74bebb1fd06a376",
     "w4a16-g128": "32729d94a2848a1f17b6c6628e8dbd15fed35909e2ea9c45e443e17356c5c257",
 }
-ROUNDED_SHARD = "65e0c79f8db74cd8c282f33d0d31f972604633b6d42a57e2d663274ac9879bd0"
+ROUNDED_SHARD = "a854b7ff7dcc98914d6d0b731659fc511261d8c4e904e43265daf603ce0b078f"
 ROUNDED_CONFIG = "fbaa731ae73d32202334fa15c2bf7495a840dd82fe486d689c33fef8ceae482f"
 
 

@@ -12,6 +12,7 @@ from emulator import hopper
 from taut_bench import testing
 from taut_kernels.attention import reference
 from taut_kernels.attention.prefill import hopper_backward as backward_hopper
+from taut_kernels.attention.prefill import op as attention_op  # noqa: F401 (registers what is called below)
 from taut_kernels.attention.prefill.call import Settings
 from taut_kernels.attention.prefill.hopper_keys_kernel import key_gradients_hopper_kernel
 from taut_kernels.attention.prefill.hopper_queries_kernel import query_gradients_hopper_kernel

@@ -12,6 +12,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.utils import run_and_get_code
 
 from taut_bench import testing
+from taut_kernels.norm import rms_norm  # noqa: F401 (registers what is called below)
 from taut_kernels.rope import op as rp
 from taut_kernels.rope import rope_launch
 from taut_kernels.rope.op import rope, rope_apart

@@ -17,6 +17,7 @@ from taut_bench import testing
 from taut_kernels.gemm.w4a16 import decode_ring as w4a16_decode_ring
 from taut_kernels.gemm.w4a16 import disk as formats
 from taut_kernels.gemm.w4a16 import dispatch as w4a16_launch
+from taut_kernels.gemm.w4a16 import op as w4a16  # noqa: F401 (registers what is called below)
 from taut_kernels.gemm.w4a16 import ring as w4a16_wgmma_ring
 from taut_kernels.gemm.w4a16 import tma as w4a16_wgmma_tma
 from taut_kernels.gemm.w4a16.decode_ring_kernel import w4a16_decode_ring_kernel

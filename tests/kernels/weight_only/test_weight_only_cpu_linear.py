@@ -54,7 +54,7 @@ class Case:
 
         self.x = torch.randn(M, K, generator=generator).bfloat16()
         self.codes, self.bits = codes(N, K), bits
-        self.scale = (torch.rand(N, groups, generator=generator) / half).bfloat16()
+        self.scale = ((2 * torch.rand(N, groups, generator=generator) - 1) / half).bfloat16()
         self.zero = codes(N, groups) if zeros else None
         self.bias = torch.randn(N, generator=generator).bfloat16() if bias else None
 
