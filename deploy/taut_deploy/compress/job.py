@@ -15,7 +15,7 @@ from taut_deploy.compress.workspace import remove_leftovers
 from taut_deploy.cpu_products import has_products
 from taut_deploy.errors import ModelError, OutputError
 from taut_deploy.files import place_not_finite
-from taut_deploy.models.directory import read_config, read_shape
+from taut_deploy.models.directory import read_config, read_shape, require_within_context
 from taut_deploy.models.store import ModelRecord
 from taut_deploy.recipe import Recipe
 
@@ -101,6 +101,7 @@ def open_stream(job: CompressionJob) -> StreamedModel:
 
     Raises:
         ModelError: the model cannot be read, or is quantised already.
+        RecipeError: calibration sequences are longer than the model's context.
     """
     directory = Path(job.model.path)
     trusted = job.trust_remote_code
@@ -129,6 +130,8 @@ def open_stream(job: CompressionJob) -> StreamedModel:
             f"{directory / 'config.json'}: max_position_embeddings: the longest context is not "
             "said; give it in tokens"
         )
+    longest, length = shape.max_position_embeddings, job.recipe.calibration.sequence_length
+    require_within_context(longest, length, "calibration.sequence_length")
     return stream
 
 

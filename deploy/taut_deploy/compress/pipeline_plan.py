@@ -28,6 +28,7 @@ from taut_deploy.compress.train.optimizer import require_optimizer
 from taut_deploy.compress.train.quantized_layers import require_trained
 from taut_deploy.compress.train.text import describe_sources
 from taut_deploy.errors import RecipeError
+from taut_deploy.models.directory import read_shape, require_within_context
 from taut_deploy.models.pretrained import load_config
 from taut_deploy.recipe import Distil, Order, Qat, Rotate, Slim, Training
 
@@ -105,11 +106,15 @@ def require_usable(job: CompressionJob) -> None:
         raise RecipeError(
             "calibration.source: 'slim' measures on text; use 'corpus', or 'file' with 'path'"
         )
+    shape = read_shape(Path(job.model.path), trust_remote_code=job.trust_remote_code)
+    longest = shape.max_position_embeddings
     for index, stage in enumerate(recipe.stages):
         if isinstance(stage, Training):
             describe_sources(list(stage.text), f"stages.{index}.text")
             require_optimizer(stage.settings)
             require_shared(stage.settings, job.devices, f"stages.{index}")
+            length = stage.settings.sequence_length
+            require_within_context(longest, length, f"stages.{index}.sequence_length")
 
 
 def _require_trainable(job: CompressionJob, layers: Iterable[LayerPlan]) -> None:

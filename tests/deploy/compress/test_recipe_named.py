@@ -38,6 +38,14 @@ CASES = {
         {"calibration": {"path": "blank.txt"}},
         "calibration.path: {room}/blank.txt is empty, or holds nothing but white space",
     ),
+    "sequences longer than the context": (
+        {"calibration": {"sequence_length": 129}},
+        "calibration.sequence_length: 129 is more than the 128 tokens of the model's context (max",
+    ),
+    "longer ones to train on": (
+        {"stages": [QUANTIZE, {"method": "qat", "sequence_length": 200}]},
+        "stages.1.sequence_length: 200 is more than the 128 tokens of the model's context (max_po",
+    ),
     "too little text": (
         {"calibration": {"sequences": 4000}},
         "calibration: {room}/text.txt gives ",

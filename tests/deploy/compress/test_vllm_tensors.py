@@ -161,9 +161,12 @@ def test_vllm_holds_what_was_stored(case, checkpoints, refusals):
     assert used == tensors.keys()
 
 
-@pytest.mark.parametrize("scheme", ["FP8-STATIC", "W3A16", "W4A8"])
-def test_experts_that_vllm_loads_nowhere_are_refused_by_name(scheme, tmp_path):
-    case = Case("qwen3_moe", scheme, 128 if SCHEMES[scheme].grouped else None)
+@pytest.mark.parametrize(
+    ("scheme", "symmetric"),
+    [("FP8-STATIC", True), ("W3A16", True), ("W4A8", True), ("W8A16", False)],
+)
+def test_experts_that_vllm_loads_nowhere_are_refused_by_name(scheme, symmetric, tmp_path):
+    case = Case("qwen3_moe", scheme, 128 if SCHEMES[scheme].grouped else None, symmetric)
     with pytest.raises(
         RecipeError, match=rf"^stages: model\.layers\.0\.mlp\.experts\.0\.\w+ cannot be {scheme}: "
     ):

@@ -11,6 +11,7 @@ import torch
 from taut_deploy.compress.calibrate.text_files import UnreadableTextError, read_documents
 from taut_deploy.compress.calibrate.texts import BUILT_IN_TEXTS, built_in_text
 from taut_deploy.errors import ModelError, RecipeError
+from taut_deploy.models.directory import read_shape, require_within_context
 from taut_deploy.models.pretrained import load_tokenizer
 
 # Tokenised at a time: a tokenizer keeps several times the text in memory.
@@ -61,7 +62,8 @@ def read_text(
         asked_by: flag or field that names the sources, for errors.
 
     Raises:
-        RecipeError: a file cannot be read or gives too few tokens.
+        RecipeError: a file cannot be read or gives too few tokens, or sequences are longer than the
+            model's context.
     """
     try:
         parts = [_ids(source, model, cache, trusted) for source in sources]
@@ -74,6 +76,8 @@ def read_text(
             f"{asked_by}: {', '.join(sources)} gives {len(ids)} tokens, fewer than one sequence of "
             f"{length}; give more text or a smaller sequence_length"
         )
+    longest = read_shape(model, trust_remote_code=trusted).max_position_embeddings
+    require_within_context(longest, length, "sequence_length")
     sequences = torch.from_numpy(ids[: count * length].astype(np.int64)).view(count, length)
     kept = held_out if count >= 16 * held_out else 0
     # Spread over the text, so that every source is judged.
