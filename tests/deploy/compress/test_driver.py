@@ -8,6 +8,7 @@ import pytest
 import torch
 from stood_for import dequantised_model, logits_of, round_as_compressed_tensors, stored
 from tiny_models import (
+    edit_json,
     job_for,
     pruned_data,
     recipe_data,
@@ -265,3 +266,15 @@ def test_a_cpu_without_16_bit_products_computes_in_fp32(
     found = {tensor.dtype for tensor in stored(tmp_path / "without").values()}
     assert dtype in found
     assert torch.float32 not in found, "what is written has the model's type all the same"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.bfloat16])
+def test_a_configuration_without_a_dtype_has_that_of_the_weights(dtype, tmp_path):
+    model = write_llama(tmp_path / "m", layers=1, dtype=dtype)
+    edit_json(model / "config.json", dtype=None)
+    text = write_calibration_text(tmp_path / "t.txt")
+    driver.compress(job_for(model, recipe_data(text, algorithm="rtn"), tmp_path / "out"))
+    floats = {
+        value.dtype for value in stored(tmp_path / "out").values() if value.is_floating_point()
+    }
+    assert floats == {dtype}
