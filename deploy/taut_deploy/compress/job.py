@@ -103,7 +103,6 @@ def open_stream(job: CompressionJob) -> StreamedModel:
 
     Raises:
         ModelError: the model cannot be read, or is quantised already.
-        RecipeError: calibration sequences are longer than the model's context.
     """
     directory = Path(job.model.path)
     trusted = job.trust_remote_code
@@ -132,9 +131,19 @@ def open_stream(job: CompressionJob) -> StreamedModel:
             f"{directory / 'config.json'}: max_position_embeddings: the longest context is not "
             "said; give it in tokens"
         )
+    return stream
+
+
+def require_calibration_within_context(job: CompressionJob) -> int:
+    """Refuse calibration sequences that are longer than the model reads; returns how many it does.
+
+    Raises:
+        RecipeError: they are.
+    """
+    shape = read_shape(Path(job.model.path), trust_remote_code=job.trust_remote_code)
     longest, length = shape.max_position_embeddings, job.recipe.calibration.sequence_length
     require_within_context(longest, length, "calibration.sequence_length")
-    return stream
+    return longest
 
 
 def open_checked_stream(job: CompressionJob) -> StreamedModel:
