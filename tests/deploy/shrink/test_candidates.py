@@ -115,6 +115,16 @@ def test_every_shipped_recipe_is_tried_or_said_to_be_left_out(room, monkeypatch)
     )
 
 
+def test_a_narrower_model_is_a_candidate(room):
+    text = room.path / "text.txt"
+    (room.path / "narrow.yaml").write_text(
+        f"name: narrow\ncalibration: {{source: file, path: {text}, sequences: 2, "
+        "sequence_length: 32}\nstages: [{method: slim, ffn: 0.5}]\n"
+    )
+    ladder = ladder_of(room, recipes_of(room, "narrow"))
+    assert [one.name for one in ladder.candidates] == ["narrow"]
+
+
 def test_what_trains_is_tried_where_it_is_named():
     recipes, left_out = chosen_recipes(("qat-w4",))
     assert [one.name for one in recipes] == ["qat-w4"]
