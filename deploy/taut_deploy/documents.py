@@ -32,6 +32,8 @@ _BROKEN_TEXT = re.compile("[\x00\ud800-\udfff]")
 _UNKNOWN_KEY = frozenset({"extra_forbidden", "unexpected_keyword_argument"})
 _OURS = "Value error, "
 """What pydantic puts before a message of a validator's own."""
+# What pydantic puts into a place where a value may be of several types: which of them it tried.
+_CHOICE = re.compile(r"(literal|dict|list|tuple|function-\w+)\[")
 _NUMBER_TAGS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 _YAML_ERRORS = (
     *(yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError),
@@ -137,12 +139,6 @@ def parse_yaml(text: str, origin: str, error_type: type[TautError]) -> Any:
     return value
 
 
-def first_error(error: ValidationError) -> "ErrorDetails":
-    """The error to tell of: an unknown key before others, as a mistyped one leaves one missing."""
-    errors = error.errors(include_url=False, include_input=False)
-    return next((one for one in errors if one["type"] in _UNKNOWN_KEY), errors[0])
-
-
 def first_problem(error: ValidationError, whole: str = "document") -> str:
     """``key: what is wrong with it`` of one wrong key that pydantic found.
 
@@ -151,11 +147,31 @@ def first_problem(error: ValidationError, whole: str = "document") -> str:
         whole: what to say in place of a key where the whole is wrong.
     """
     first = first_error(error)
-    key = ".".join(str(part)[:80] for part in first["loc"]) or whole
-    said = "unknown key" if first["type"] in _UNKNOWN_KEY else first["msg"].removeprefix(_OURS)
-    problem = f"{key}: {said[:300]}"
+    parts = [str(part)[:80] for part in first["loc"] if not _CHOICE.match(str(part))]
+    wrong = first["msg"].removeprefix(_OURS)[:300]
+    if first["type"] in _UNKNOWN_KEY:
+        wrong = "unknown key"
+    elif first["type"] == "union_tag_not_found":
+        wrong = f"give {first['ctx']['discriminator']}"
+    elif first["type"] == "union_tag_invalid":
+        parts.append(first["ctx"]["discriminator"].strip("'"))
+        wrong = f"Input should be one of {first['ctx']['expected_tags'][:300]}"
+    problem = f"{'.'.join(parts) or whole}: {wrong}"
     # It may quote somebody else's text: a line break in that is shown, not made.
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in problem)
+
+
+def first_error(error: ValidationError) -> "ErrorDetails":
+    """The error to tell of: an unknown key first, as a mistyped one leaves another missing.
+
+    Args:
+        error: of pydantic.
+    """
+
+    def rank(one: "ErrorDetails") -> int:
+        return 0 if one["type"] in _UNKNOWN_KEY else 2 if one["type"] == "missing" else 1
+
+    return min(error.errors(include_url=False), key=rank)
 
 
 def why_refused(value: Any) -> str | None:

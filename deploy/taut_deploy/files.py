@@ -167,7 +167,8 @@ def checked_output(output: Path) -> Path:
     """A directory to be made, as an absolute path with a name that others can be derived from.
 
     Raises:
-        OutputError: it has no name, one that is too long, or control characters in it.
+        OutputError: it has no name, one that is too long, or control characters in it, or nothing
+            can be made at its place.
     """
     absolute = Path(os.path.abspath(output))  # noqa: PTH100 - 'a/..' is resolved, links are not
     if not absolute.name or not str(absolute).isprintable():
@@ -176,7 +177,20 @@ def checked_output(output: Path) -> Path:
         raise OutputError(
             f"--output {absolute.name[:40]}…: the name is longer than {_MAX_OUTPUT_NAME} bytes"
         )
+    with disk_errors_named(absolute):
+        _require_room_for_a_name(absolute)
     return absolute
+
+
+def _require_room_for_a_name(path: Path) -> None:
+    """Raise what making a directory would."""
+    if path.exists():
+        return
+    nearest = next(parent for parent in path.parents if parent.exists())
+    if not nearest.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 
 def copy_files(paths: Iterable[Path], source: Path, target: Path) -> None:

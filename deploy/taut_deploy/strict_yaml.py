@@ -1,6 +1,8 @@
 """YAML a user writes: shipped by name or read from a file, parsed strictly, errors in one line."""
 
 import difflib
+import re
+from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -94,27 +96,47 @@ def validate_mapping(
 
 
 def _meant(model: type[BaseModel], error: ValidationError) -> str:
-    """What an unknown key may have been meant to be, ready to follow the message."""
+    """What an unknown key or word may have been meant to be, ready to follow the message."""
     first = first_error(error)
-    if first["type"] != "extra_forbidden":
-        return ""
-    *path, key = first["loc"]
+    if first["type"] == "extra_forbidden":
+        *path, key = first["loc"]
+        known = _keys_at(model, path)
+        return _closest(str(key), known) or (f"; there are {', '.join(known)}" if known else "")
+    choices = first.get("ctx", {}).get("expected_tags" if "tag" in first["type"] else "expected")
+    word = first["ctx"]["tag"] if first["type"] == "union_tag_invalid" else first["input"]
+    if isinstance(choices, str) and isinstance(word, str):
+        return _closest(word, re.findall("'([^']*)'", choices))
+    return ""
+
+
+def _closest(word: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean '{close[0]}'?" if close else ""
+
+
+def _keys_at(model: type[BaseModel], path: Iterable[Any]) -> list[str]:
+    """The keys that are known at a place of a document; none where it may be of several models."""
     holder: Any = model
     for part in path:
-        field = getattr(holder, "model_fields", {}).get(part)
-        # A mapping's keys are names of the user's; what they name is the last type it takes.
-        holder = _model_in(holder if field is None else field.annotation)
-    known = list(getattr(holder, "model_fields", {}))
-    close = difflib.get_close_matches(str(key), known, n=1)
-    if close:
-        return f"; did you mean '{close[0]}'?"
-    return f"; known are {', '.join(known)}" if known else ""
+        models = _models_in(holder)
+        # Of a union's models the one whose discriminator has this value.
+        tagged = [one for one in models if _is_tag(one, part)] if len(models) > 1 else []
+        field = next((one.model_fields[part] for one in models if part in one.model_fields), None)
+        if tagged:
+            holder = tagged[0]
+        elif field is not None:
+            holder = field.annotation
+    models = _models_in(holder)
+    return list(models[0].model_fields) if len(models) == 1 else []
 
 
-def _model_in(annotation: Any) -> Any:
-    """The model among a type's arguments, or the type itself where it has none."""
+def _is_tag(model: type[BaseModel], part: Any) -> bool:
+    fields = model.model_fields.values()
+    return isinstance(part, str) and any(field.default == part for field in fields)
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    """The models among a type's arguments, or the type itself."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    inside = [_model_in(part) for part in get_args(annotation)]
-    models = [part for part in inside if hasattr(part, "model_fields")]
-    return models[-1] if len(models) == 1 else annotation
+        return [annotation]
+    return [model for part in get_args(annotation) for model in _models_in(part)]

@@ -100,11 +100,9 @@ def plain_copy(checkpoint: Path, path: Path, bits: int, *, turned: bool) -> Path
     return path
 
 
-def load_whole(path: Path):
+def load_whole(path: Path, kind: type = AutoModelForCausalLM):
     """A model by transformers, in fp32, no tensor missing and none too many."""
-    model, info = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, output_loading_info=True
-    )
+    model, info = kind.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
     left = {kind: names for kind, names in info.items() if names}
     assert not left, left
     return model.eval()

@@ -405,8 +405,11 @@ def test_a_local_directory_is_used_where_it_is(tmp_path):
 
 def test_a_gguf_whose_tokenizer_is_refused_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr("tiny_gguf.TOKENS", [*TOKENS[:-1], "zz"])  # its merge makes "ab"
+    read = []
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: read.append(1))
     with pytest.raises(ModelError, match=r"t\.gguf: not a GGUF that transformers can read: .*`ab`"):
         store.ModelStore(tmp_path / "s").fetch(str(write_gguf(tmp_path / "t.gguf")))
+    assert not read, "the tokenizer is looked at before minutes of weights"
 
 
 def test_an_unknown_architecture_is_named(tmp_path):

@@ -26,6 +26,7 @@ from taut_deploy.worker.checks import (
     check_int8,
     check_kernels,
     check_own_format,
+    check_served,
     check_tables,
     verify_model,
 )
@@ -174,26 +175,67 @@ def test_int8_is_not_served_by_a_product_that_saturates(
         ("mlp.down_proj", "cpu", "off", "^--kernels off: .* 8-bit weights .* leave it out"),
         ("mlp.down_proj", "cpu", "prefer", None),
         ("mlp.down_proj", "cuda", "off", None),
-        ("mlp.experts.0.down_proj", "cpu", "prefer", "experts of 8-bit weights .* on a GPU"),
-        ("mlp.experts.0.down_proj", "cuda", "prefer", None),
     ],
 )
 def test_eight_bit_weights_are_served_by_who_can(layer, platform, mode, message, tmp_path):
-    weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
-    group = {"targets": ["Linear"], "weights": weights}
-    entry = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": entry}))
-    name = f"model.layers.0.{layer}"
-    stored = {
-        f"{name}.weight_packed": torch.zeros(64, 8, dtype=torch.int32),
-        f"{name}.weight_scale": torch.ones(64, 1),
-    }
-    save_file(stored, tmp_path / "model.safetensors")
+    _write_one_layer(tmp_path, layer, WEIGHTS | {"num_bits": 8})
     if message is None:
         check_eight_bit_weights(tmp_path, platform, mode)
         return
     with pytest.raises(WorkerError, match=message):
         check_eight_bit_weights(tmp_path, platform, mode)
+
+
+WEIGHTS = {"num_bits": 4, "type": "int", "strategy": "channel", "symmetric": True}
+IN_32 = {"strategy": "group", "group_size": 32}
+BY_TOKEN = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}
+AS_FP8 = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
+FIXED = AS_FP8 | {"strategy": "tensor", "dynamic": False}
+EXPERT, DENSE = "mlp.experts.0.down_proj", "mlp.down_proj"
+
+
+def _write_one_layer(folder, layer, weights, inputs=None):
+    """A directory with one quantised layer; its tensors' sizes do not matter."""
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    entry = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+    (folder / "config.json").write_text(json.dumps({"quantization_config": entry}))
+    name = f"model.layers.0.{layer}"
+    stored = {
+        f"{name}.weight_packed": torch.zeros(64, 8, dtype=torch.int32),
+        f"{name}.weight_scale": torch.ones(64, 1),
+    }
+    save_file(stored, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("layer", "weights", "inputs", "platform", "message"),
+    [
+        (DENSE, WEIGHTS | {"num_bits": 3}, None, "cuda", "without gaps.* in a word; store"),
+        (DENSE, WEIGHTS | IN_32, BY_TOKEN | {"type": "float"}, "cuda", "groups of 128 alone"),
+        (DENSE, WEIGHTS | IN_32, BY_TOKEN, "cuda", None),
+        (DENSE, WEIGHTS | IN_32, None, "cpu", None),
+        (DENSE, AS_FP8, FIXED, "cuda", None),
+        (EXPERT, WEIGHTS | IN_32, BY_TOKEN, "cuda", "unpacked, and they are stored packed"),
+        (EXPERT, AS_FP8, FIXED, "cuda", "inputs rounded by token alone; store it otherwise"),
+        (EXPERT, AS_FP8, BY_TOKEN | {"type": "float"}, "cuda", None),
+        (EXPERT, WEIGHTS | {"num_bits": 8}, None, "cuda", None),
+        (EXPERT, WEIGHTS | {"num_bits": 8}, None, "cpu", "8-bit weights on a CPU; serve it on a G"),
+        (EXPERT, WEIGHTS | {"num_bits": 8, "symmetric": False}, None, "cuda", "8-bit .* zero"),
+        (EXPERT, WEIGHTS | {"symmetric": False}, None, "cpu", "with zero points on a CPU; serve"),
+        (EXPERT, WEIGHTS | IN_32, None, "cpu", "in groups of 32 on a CPU; serve it on a GPU, or"),
+        (EXPERT, WEIGHTS | IN_32, None, "cuda", None),
+        (EXPERT, WEIGHTS, None, "cpu", None),
+    ],
+)
+def test_what_vllm_does_not_load_here_is_refused_by_layer(
+    layer, weights, inputs, platform, message, tmp_path
+):
+    _write_one_layer(tmp_path, layer, weights, inputs)
+    if message is None:
+        check_served(tmp_path, platform)
+        return
+    with pytest.raises(WorkerError, match=rf"model\.layers\.0\.{layer}: vLLM.*{message}"):
+        check_served(tmp_path, platform)
 
 
 @pytest.mark.parametrize(

@@ -187,17 +187,19 @@ VISION: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def write_family(path: Path, family: str) -> Path:
+def write_family(path: Path, family: str, dtype: torch.dtype = torch.float32, **sizes: int) -> Path:
     """A random model whose answers depend on its input, under the names it is published with.
 
     Args:
         path: directory to make.
         family: of :data:`FAMILIES`, :data:`EXPERTS`, :data:`STACKED` or :data:`VISION`.
+        dtype: of the weights on disk.
+        sizes: of the configuration, in place of the family's.
     """
     plain = {**FAMILIES, **STACKED, **VISION}
     model_type, settings = plain.get(family) or EXPERTS[family][:2]
     torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, **settings)
+    config = AutoConfig.for_model(model_type, **{**settings, **sizes})
     build = AutoModelForImageTextToText if family in VISION else AutoModelForCausalLM
     model = build.from_config(config, dtype=torch.float32)
     with torch.no_grad():
@@ -208,7 +210,7 @@ def write_family(path: Path, family: str) -> Path:
                 parameter.copy_(torch.randn_like(parameter) / math.sqrt(parameter.shape[-1]))
             else:
                 parameter.copy_(torch.randn_like(parameter) * 0.2)
-    model.save_pretrained(path)
+    model.to(dtype).save_pretrained(path)
     if family in PUBLISHED_AS:
         edit_json(path / "config.json", architectures=[PUBLISHED_AS[family]])
     if settings.get("vocab_size") == BYTES:

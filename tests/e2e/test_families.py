@@ -9,15 +9,17 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from stood_for import load_whole, plain_copy
 from tiny_answer import NEW_TOKENS, PROMPTS
-from tiny_families import EXPERTS, FAMILIES, STACKED, write_family
+from tiny_families import EXPERTS, FAMILIES, STACKED, VISION, write_family
 from tiny_minicpm import AS_GRANITE, write_minicpm
 from tiny_models import edit_json, job_for, recipe_data, write_calibration_text
+from transformers import AutoModelForImageTextToText
 
 from taut_deploy.compress import driver
 from taut_deploy.compress.shrink.shrink import ShrinkJob, shrink
@@ -26,8 +28,9 @@ from taut_deploy.models.store import describe_directory
 pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.timeout(1200)]
 
 SCRIPT = Path(__file__).with_name("tiny_answer.py")
-# Differing most from what else the suite serves: transposed layers, experts, ALiBi.
-USUAL = "gpt2,mixtral,falcon with alibi"
+NO_PICTURES = SCRIPT.with_name("no_pictures")
+# Differing most from what else the suite serves: transposed layers, experts, ALiBi, a vision part.
+USUAL = "gpt2,mixtral,falcon with alibi,qwen2_vl"
 ASKED = os.environ.get("TAUT_FAMILIES", USUAL)
 # transformers' layers hold these weights transposed.
 TURNED = {"gpt2"}
@@ -49,7 +52,8 @@ NEAR = 0.05
 
 def asked() -> list[str]:
     known = [*FAMILIES, *EXPERTS, *STACKED]
-    return known if ASKED == "all" else [name for name in ASKED.split(",") if name != "minicpm"]
+    others = {"minicpm", *VISION}
+    return known if ASKED == "all" else [name for name in ASKED.split(",") if name not in others]
 
 
 @pytest.mark.parametrize("family", asked())
@@ -87,6 +91,23 @@ def test_vllm_serves_a_mixture_with_fewer_experts(family, run_with_vllm, tmp_pat
     out = tmp_path / "out"
     shrink(ShrinkJob(model, out, {"experts": 0.75}, (str(text),), tmp_path, 4, 32))
     compare(family, load_whole(out), out, run_with_vllm, tmp_path / "answer.json")
+
+
+def asked_vision() -> list[str]:
+    return [name for name in VISION if ASKED == "all" or name in ASKED.split(",")]
+
+
+@pytest.mark.parametrize("family", asked_vision())
+def test_vllm_answers_text_by_a_model_with_a_vision_part(family, run_with_vllm, tmp_path):
+    model = write_family(tmp_path / "model", family)
+    data = recipe_data(write_calibration_text(tmp_path / "text.txt"))
+    driver.compress(job_for(model, data, tmp_path / "out"))
+    plain = plain_copy(tmp_path / "out", tmp_path / "plain", 4, turned=False)
+    run = partial(run_with_vllm, env={"PYTHONPATH": str(NO_PICTURES)})
+    compare(
+        *(family, load_whole(plain, AutoModelForImageTextToText), tmp_path / "out", run),
+        *(tmp_path / "answer.json", "--no-pictures"),
+    )
 
 
 @pytest.mark.skipif(

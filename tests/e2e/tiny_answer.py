@@ -1,7 +1,7 @@
 """One tiny checkpoint's answers by vLLM, as JSON in a file.
 
-Usage: ``python tiny_answer.py DIRECTORY ANSWER [--trust-remote-code]``. A process of its own:
-vLLM frees its memory only by ending.
+Usage: ``python tiny_answer.py DIRECTORY ANSWER [--trust-remote-code] [--no-pictures]``. A process
+of its own: vLLM frees its memory only by ending.
 """
 
 import json
@@ -10,11 +10,12 @@ from pathlib import Path
 
 import torch
 
+NO_PICTURES = {"limit_mm_per_prompt": {"image": 0, "video": 0}, "skip_mm_profiling": True}
 PROMPTS = torch.randint(2, 60, (4, 24), generator=torch.Generator().manual_seed(4)).tolist()
 NEW_TOKENS = 8
 
 
-def answer(directory: str, *, trusted: bool) -> dict[str, list[list[float]]]:
+def answer(directory: str, **options: object) -> dict[str, list[list[float]]]:
     """Greedy tokens, and log-probabilities of each prompt's tokens but the first."""
     from vllm import LLM, SamplingParams
 
@@ -24,7 +25,7 @@ def answer(directory: str, *, trusted: bool) -> dict[str, list[list[float]]]:
         max_model_len=64,
         max_num_seqs=4,
         dtype="bfloat16",
-        trust_remote_code=trusted,
+        **options,
     )
     parameters = SamplingParams(
         temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, prompt_logprobs=0
@@ -44,5 +45,6 @@ def answer(directory: str, *, trusted: bool) -> dict[str, list[list[float]]]:
 
 
 if __name__ == "__main__":
-    found = answer(sys.argv[1], trusted="--trust-remote-code" in sys.argv)
+    more = NO_PICTURES if "--no-pictures" in sys.argv else {}
+    found = answer(sys.argv[1], trust_remote_code="--trust-remote-code" in sys.argv, **more)
     Path(sys.argv[2]).write_text(json.dumps(found))

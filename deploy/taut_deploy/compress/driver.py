@@ -34,6 +34,7 @@ from taut_deploy.compress.job import (
     fingerprint,
     finished_checkpoint,
     open_stream,
+    require_calibration_within_context,
     stored_dtype,
 )
 from taut_deploy.compress.kept_files import kept_files
@@ -53,11 +54,7 @@ from taut_deploy.compress.tables import RoundedTable, round_tables, tables_of
 from taut_deploy.compress.threads import single_thread
 from taut_deploy.compress.trial import try_block
 from taut_deploy.compress.workspace import Workspace, sole_writer
-from taut_deploy.files import (
-    copy_files,
-    require_free_space,
-    write_json_atomically,
-)
+from taut_deploy.files import copy_files, require_free_space, write_json_atomically
 from taut_deploy.models.directory import read_config
 from taut_deploy.recipe import Recipe
 
@@ -108,6 +105,7 @@ class _Run:
         self._directory = Path(job.model.path)
         self._kept = kept_files(self._directory, with_code=job.trust_remote_code)
         self._stream = open_stream(job)
+        require_calibration_within_context(job)
         self._dtype = stored_dtype(self._directory)
         mixing = mixing_of(self._stream, job.recipe, self._directory, self._dtype)
         if mixing is None:

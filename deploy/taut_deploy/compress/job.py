@@ -1,6 +1,7 @@
 """A compression job: what is asked for, what identifies its result, and whether that exists."""
 
 import importlib.metadata
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,12 @@ from taut_deploy.checkpoint import Manifest, is_checkpoint, read_manifest, requi
 from taut_deploy.compress.calibrate.texts import describe_text
 from taut_deploy.compress.source.packed import why_not_read
 from taut_deploy.compress.source.stream import StreamedModel
+from taut_deploy.compress.source.weights import WeightReader
 from taut_deploy.compress.workspace import remove_leftovers
 from taut_deploy.cpu_products import has_products
 from taut_deploy.errors import ModelError, OutputError
 from taut_deploy.files import place_not_finite
-from taut_deploy.models.directory import read_config, read_shape
+from taut_deploy.models.directory import read_config, read_shape, require_within_context
 from taut_deploy.models.store import ModelRecord
 from taut_deploy.recipe import Recipe
 
@@ -132,6 +134,18 @@ def open_stream(job: CompressionJob) -> StreamedModel:
     return stream
 
 
+def require_calibration_within_context(job: CompressionJob) -> int:
+    """Refuse calibration sequences that are longer than the model reads; returns how many it does.
+
+    Raises:
+        RecipeError: they are.
+    """
+    shape = read_shape(Path(job.model.path), trust_remote_code=job.trust_remote_code)
+    longest, length = shape.max_position_embeddings, job.recipe.calibration.sequence_length
+    require_within_context(longest, length, "calibration.sequence_length")
+    return longest
+
+
 def open_checked_stream(job: CompressionJob) -> StreamedModel:
     """The same for a process of a run that opened the model before: nothing is checked again."""
     directory = Path(job.model.path)
@@ -146,11 +160,24 @@ def open_checked_stream(job: CompressionJob) -> StreamedModel:
 
 
 def stored_dtype(directory: Path) -> torch.dtype:
-    """The dtype ``config.json`` names; bfloat16 where it names none."""
+    """The dtype ``config.json`` names; where it names none, that of most of the weights.
+
+    Raises:
+        ModelError: a shard cannot be read.
+    """
     config = read_config(directory)
-    name = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    name = str(config.get("dtype") or config.get("torch_dtype") or _most_common(directory))
     dtype = getattr(torch, name.removeprefix("torch."), None)
     return dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
+
+
+def _most_common(directory: Path) -> str:
+    numbers = dict.fromkeys(("bfloat16", "float16", "float32"), 0)
+    kinds = dict(zip(("BF16", "F16", "F32"), numbers, strict=True))
+    for tensor in WeightReader(directory).stored.values():
+        if tensor.dtype in kinds:
+            numbers[kinds[tensor.dtype]] += math.prod(tensor.shape)
+    return max(numbers, key=lambda name: numbers[name])
 
 
 def compute_dtype(stored: torch.dtype, device: str) -> torch.dtype:

@@ -12,7 +12,13 @@ from taut_deploy.compress import driver
 from taut_deploy.compress.equalize.rotate_model import rehearse_rotation
 from taut_deploy.compress.formats.low_rank import LowRankFormat
 from taut_deploy.compress.formats.protocol import WeightFormat
-from taut_deploy.compress.job import CompressionJob, compute_dtype, open_stream, stored_dtype
+from taut_deploy.compress.job import (
+    CompressionJob,
+    compute_dtype,
+    open_stream,
+    require_calibration_within_context,
+    stored_dtype,
+)
 from taut_deploy.compress.plan import CompressionPlan, LayerPlan, layer_plan
 from taut_deploy.compress.resolve import resolve
 from taut_deploy.compress.shrink.axes import AXES, keep_blocks, named_as_keys, target_of
@@ -28,6 +34,7 @@ from taut_deploy.compress.train.optimizer import require_optimizer
 from taut_deploy.compress.train.quantized_layers import require_trained
 from taut_deploy.compress.train.text import describe_sources
 from taut_deploy.errors import RecipeError
+from taut_deploy.models.directory import require_within_context
 from taut_deploy.models.pretrained import load_config
 from taut_deploy.recipe import Distil, Order, Qat, Rotate, Slim, Training
 
@@ -105,11 +112,14 @@ def require_usable(job: CompressionJob) -> None:
         raise RecipeError(
             "calibration.source: 'slim' measures on text; use 'corpus', or 'file' with 'path'"
         )
+    longest = require_calibration_within_context(job)
     for index, stage in enumerate(recipe.stages):
         if isinstance(stage, Training):
             describe_sources(list(stage.text), f"stages.{index}.text")
             require_optimizer(stage.settings)
             require_shared(stage.settings, job.devices, f"stages.{index}")
+            length = stage.settings.sequence_length
+            require_within_context(longest, length, f"stages.{index}.sequence_length")
 
 
 def _require_trainable(job: CompressionJob, layers: Iterable[LayerPlan]) -> None:

@@ -9,14 +9,17 @@ from dataclasses import dataclass
 
 import torch
 
-from taut_deploy.compress.formats.protocol import LayerFormat, TautFormat
-from taut_deploy.compress.stages import BLOCK_STAGES
+from taut_deploy.compress.formats.protocol import LayerFormat, TautFormat, WeightFormat
+from taut_deploy.compress.stages import BLOCK_STAGES, ChooseFormat
+from taut_deploy.diagnose.unserved import of_group
 from taut_deploy.errors import RecipeError
 from taut_deploy.fused_layers import fused_groups
 from taut_deploy.recipe import Order, Recipe, Stage, StageModel, is_matched, matches
 
 # Layers of a joined group that an error lists.
 _SHOWN = 3
+# A width that every group divides: what is refused for it too is not refused for its width.
+_EVERY_GROUP = 128
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ def _formats(
     acts = BLOCK_STAGES[stage.method]
     if acts.choose_format is None:
         return {}
-    found = acts.choose_format(stage, {k for _, k in shapes.values()}, dtype)
+    found = _chosen(acts.choose_format, stage, shapes, dtype)
     formats = dict.fromkeys(shapes, found)
     if acts.of_layer is not None:
         formats = {name: acts.of_layer(stage, found, name) for name in shapes}
@@ -91,6 +94,34 @@ def _formats(
         _require_fits(layer_format, name, shapes[name])
         _require_served(name, layer_format)
     return formats
+
+
+def _chosen(
+    choose: ChooseFormat, stage: Stage, shapes: Mapping[str, tuple[int, int]], dtype: torch.dtype
+) -> LayerFormat:
+    """What a stage stores its layers in; where some widths do not allow it, their layers named."""
+    try:
+        return choose(stage, {k for _, k in shapes.values()}, dtype)
+    except RecipeError as error:
+        odd = (
+            []
+            if _is_refused(choose, stage, _EVERY_GROUP, dtype)
+            else [
+                f"{name} {[*shape]}"
+                for name, shape in shapes.items()
+                if _is_refused(choose, stage, shape[1], dtype)
+            ]
+        )
+        more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
+        raise RecipeError(f"{error}: {odd[0]}{more}" if odd else str(error)) from error
+
+
+def _is_refused(choose: ChooseFormat, stage: Stage, width: int, dtype: torch.dtype) -> bool:
+    try:
+        choose(stage, {width}, dtype)
+    except RecipeError:
+        return True
+    return False
 
 
 def _require_matches(recipe: Recipe, names: list[str]) -> None:
@@ -153,11 +184,21 @@ def _require_zeros_kept(recipe: Recipe, before: list[int], stage: StageModel, na
 
 
 def _require_served(name: str, layer_format: LayerFormat) -> None:
-    if isinstance(layer_format, TautFormat) and ".experts." in name:
+    """Refuse experts that vLLM loads nowhere; of other layers the plan says so with the kernel."""
+    if ".experts." not in name:
+        return
+    if isinstance(layer_format, TautFormat):
         raise RecipeError(
             f"stages: {name} is one of many experts, which vLLM multiplies in one kernel that "
             f"takes no {layer_format.name}; put '*.experts.*' into 'ignore'"
         )
+    if isinstance(layer_format, WeightFormat):
+        group = layer_format.scheme([])
+        if why := of_group(group.weights, group.input_activations).why(name, "cuda"):
+            raise RecipeError(
+                f"stages: {name} cannot be {layer_format.name}: {why}; store '*.experts.*' "
+                "otherwise, or put it into 'ignore'"
+            )
 
 
 def _require_fits(layer_format: LayerFormat, name: str, shape: tuple[int, int]) -> None:

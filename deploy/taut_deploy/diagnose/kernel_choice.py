@@ -99,8 +99,8 @@ def choose_kernel(
 
     if not layer.judged:
         return UNKNOWN_KERNEL, layer.obstacle or ""
-    if ".experts." in name:
-        return _choose_experts(layer, engine)
+    if (never_ours := _never_ours(name, layer, engine)) is not None:
+        return THEIR_KERNEL, never_ours
     if layer.name in told.SERVED:
         return told.SERVED[layer.name] if engine.mode != "off" else _refused_without_plugin()
     if layer.obstacle is not None:
@@ -120,10 +120,12 @@ def choose_kernel(
     return _choose_four_bit(ours, layer, shape, engine)
 
 
-def _choose_experts(layer: LayerScheme, engine: Engine) -> tuple[str, str]:
-    if (layer.name, engine.device) == ("W8A16", "cpu"):
-        return THEIR_KERNEL, f"{REFUSED}: vLLM has no kernel for experts of 8-bit weights on a CPU"
-    return THEIR_KERNEL, "one of many experts, which vLLM multiplies in one kernel of its own"
+def _never_ours(name: str, layer: LayerScheme, engine: Engine) -> str | None:
+    if unserved := layer.unserved.why(name, engine.device):
+        return f"{REFUSED}: {unserved}"
+    if ".experts." in name:
+        return "one of many experts, which vLLM multiplies in one kernel of its own"
+    return None
 
 
 def _refused_without_plugin() -> tuple[str, str]:

@@ -4,13 +4,13 @@ Read as vLLM reads it: compressed-tensors, GPTQ, AWQ, FP8 (``quant_method: fp8``
 (``quant_method: taut``). What another method means for a layer is not guessed.
 """
 
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from taut_deploy.diagnose.entry_values import bits_of, group_size_of, names_of, targets_of, wrong
 from taut_deploy.diagnose.own_format import own_layers
-from taut_deploy.errors import ModelError
+from taut_deploy.diagnose.unserved import SERVED, Unserved, of_group, of_weights_alone
 
 if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationArgs
@@ -40,6 +40,7 @@ class LayerScheme:
         obstacle: why no kernel of ours serves it, whatever its shape; None where one may.
         judged: whether we know what serves it at all.
         zero_points: whether weights of 4 or 8 bits alone have them.
+        unserved: why vLLM loads no such layer.
     """
 
     name: str
@@ -47,6 +48,7 @@ class LayerScheme:
     obstacle: str | None = None
     judged: bool = True
     zero_points: bool = False
+    unserved: Unserved = SERVED
 
 
 DENSE = LayerScheme("dense", obstacle="not quantised, and taut has no kernel for dense layers")
@@ -132,11 +134,11 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization:
         return Quantization()
     method = entry.get("quant_method")
     if not isinstance(method, str):
-        raise _wrong("names no quant_method")
+        raise wrong("names no quant_method")
     method = method.lower()
     for names in _NEEDED.get(method, ()):
         if all(name not in entry for name in names):
-            raise _wrong(f"quant_method {method} needs {' or '.join(names)}")
+            raise wrong(f"quant_method {method} needs {' or '.join(names)}")
     match method:
         case "compressed-tensors":
             return _compressed_tensors(entry)
@@ -159,12 +161,12 @@ def _entry_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     found.append(config.get("compression_config"))
     entry = next((value for value in found if value is not None), None)
     if entry is not None and not isinstance(entry, dict):
-        raise _wrong("expected a JSON object")
+        raise wrong("expected a JSON object")
     return entry
 
 
 def _gptq(entry: Mapping[str, Any]) -> Quantization:
-    bits, group = _bits(entry, "bits"), _group_size(entry, "group_size")
+    bits, group = bits_of(entry, "bits"), group_size_of(entry, "group_size")
     obstacle = None
     if entry["desc_act"] and group != -1:
         obstacle = _ACT_ORDER
@@ -172,32 +174,35 @@ def _gptq(entry: Mapping[str, Any]) -> Quantization:
         obstacle = _no_kernel(f"GPTQ weights of {bits} bits")
     elif not entry["sym"]:
         obstacle = "GPTQ with zero points (sym: false): vLLM does not load it"
-    scheme = LayerScheme(_weight_only(bits), group, obstacle)
+    scheme = LayerScheme(
+        _weight_only(bits), group, obstacle, unserved=of_weights_alone(bits, group)
+    )
     if entry.get("dynamic"):
         scheme = _unjudged("quantization_config sets layers apart (dynamic)")
-    parts = _names(entry, "modules_in_block_to_quantize")
+    parts = names_of(entry, "modules_in_block_to_quantize")
     left_out = () if entry.get("lm_head") else ("lm_head",)
     return Quantization("gptq", (((_ALL_LINEAR,), scheme),), left_out, parts, bits)
 
 
 def _awq(entry: Mapping[str, Any]) -> Quantization:
-    bits = _bits(entry, "w_bit", "bits")
-    group = _group_size(entry, "q_group_size", "group_size")
+    bits = bits_of(entry, "w_bit", "bits")
+    group = group_size_of(entry, "q_group_size", "group_size")
     obstacle = None
     if bits != 4:
         obstacle = _no_kernel(f"AWQ weights of {bits} bits")
     elif not entry["zero_point"]:
         obstacle = "weight type uint4 with zero_points=False"
-    left_out = _names(entry, "modules_to_not_convert")
+    left_out = names_of(entry, "modules_to_not_convert")
     left_out += () if entry.get("lm_head") else ("lm_head",)
-    scheme = LayerScheme(_weight_only(bits), group, obstacle, zero_points=True)
+    unserved = of_weights_alone(bits, group, zero_points=True)
+    scheme = LayerScheme(_weight_only(bits), group, obstacle, zero_points=True, unserved=unserved)
     return Quantization("awq", (((_ALL_LINEAR,), scheme),), left_out, bits=bits)
 
 
 def _fp8(entry: Mapping[str, Any]) -> Quantization:
     blocks = entry.get("weight_block_size")
     scheme = LayerScheme("FP8") if blocks is None else _fp8_blocks(blocks)
-    left_out = _names(entry, "ignored_layers") or _names(entry, "modules_to_not_convert")
+    left_out = names_of(entry, "ignored_layers") or names_of(entry, "modules_to_not_convert")
     return Quantization("fp8", (((_ALL_LINEAR,), scheme),), (*left_out, "lm_head"), bits=8)
 
 
@@ -231,19 +236,25 @@ def _compressed_tensors(entry: Mapping[str, Any]) -> Quantization:
     if not isinstance(groups, dict) or not all(
         isinstance(group, dict) for group in groups.values()
     ):
-        raise _wrong("config_groups: expected an object of objects")
-    read = tuple((_targets(group, "targets"), _scheme_of_group(group)) for group in groups.values())
+        raise wrong("config_groups: expected an object of objects")
+    read = tuple(
+        (targets_of(group, "targets"), _scheme_of_group(group)) for group in groups.values()
+    )
     sparsity = entry.get("sparsity_config")
     if isinstance(sparsity, dict) and sparsity.get("format", "dense") != "dense":
         sparse = _unjudged("its weights are sparse (sparsity_config)")
         read = tuple((targets, sparse) for targets, _ in read)
-    return Quantization("compressed-tensors", read, _targets(entry, "ignore"))
+    return Quantization("compressed-tensors", read, targets_of(entry, "ignore"))
 
 
 def _scheme_of_group(group: Mapping[str, Any]) -> LayerScheme:
     weights, inputs = _arguments(group, "weights"), _arguments(group, "input_activations")
     if weights is None:
         return DENSE
+    return replace(_kind_of(weights, inputs), unserved=of_group(weights, inputs))
+
+
+def _kind_of(weights: "QuantizationArgs", inputs: "QuantizationArgs | None") -> LayerScheme:
     parts = [part for part in (weights, inputs) if part is not None]
     kinds = [(_word(part.type), part.num_bits) for part in parts]
     match kinds:
@@ -282,49 +293,7 @@ def _arguments(group: Mapping[str, Any], key: str) -> "QuantizationArgs | None":
         return QuantizationArgs.model_validate(group[key])
     except (ValueError, TypeError) as error:
         reason = str(error).splitlines()
-        raise _wrong(f"config_groups: {key}: {' '.join(map(str.strip, reason[1:3]))}") from error
-
-
-def _targets(entry: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    """Return a list of names and, after ``re:``, regular expressions."""
-    names = _names(entry, key)
-    for name in names:
-        try:
-            re.compile(name.removeprefix("re:") if name.startswith("re:") else "")
-        except re.error as error:
-            raise _wrong(f"{key}: {name!r} is no regular expression ({error})") from error
-    return names
-
-
-def _bits(entry: Mapping[str, Any], *names: str) -> int:
-    name, value = _first(entry, names)
-    if type(value) is not int or not 0 < value <= 32:
-        raise _wrong(f"{name}: expected a whole number from 1 to 32, got {value!r}")
-    return value
-
-
-def _group_size(entry: Mapping[str, Any], *names: str) -> int:
-    name, value = _first(entry, names)
-    if type(value) is not int or (value < 1 and value != -1):
-        raise _wrong(f"{name}: expected a whole number above 0 or -1, got {value!r}")
-    return value
-
-
-def _first(entry: Mapping[str, Any], names: tuple[str, ...]) -> tuple[str, Any]:
-    """Return the first of several names that is there, and its value."""
-    name = next(name for name in names if name in entry)
-    return name, entry[name]
-
-
-def _names(entry: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    """Return a list of strings, flat; nothing where the key is not there."""
-    value = entry.get(key) or []
-    if not isinstance(value, list):
-        raise _wrong(f"{key}: expected a list")
-    flat = [part for item in value for part in (item if isinstance(item, list) else [item])]
-    if not all(isinstance(part, str) for part in flat):
-        raise _wrong(f"{key}: expected a list of strings")
-    return tuple(flat)
+        raise wrong(f"config_groups: {key}: {' '.join(map(str.strip, reason[1:3]))}") from error
 
 
 def _weight_only(bits: int) -> str:
@@ -337,7 +306,3 @@ def _no_kernel(what: str) -> str:
 
 def _unjudged(why: str) -> LayerScheme:
     return LayerScheme("unknown", obstacle=f"{why}; {_WORKER_KNOWS}", judged=False)
-
-
-def _wrong(what: str) -> ModelError:
-    return ModelError(f"config.json: quantization_config: {what}")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from taut_deploy.documents import read_json, read_json_object
-from taut_deploy.errors import ModelError
+from taut_deploy.errors import ModelError, RecipeError
 from taut_deploy.files import VOLATILE_FILES
 from taut_deploy.models.pretrained import load_config, reason_of
 from taut_deploy.recorded_hashes import RECORD
@@ -204,8 +204,27 @@ def read_shape(directory: Path, *, trust_remote_code: bool = False) -> ModelShap
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         family = repr(raw.get("model_type"))[:80]
         raise ModelError(
-            f"{directory}: architecture {family} is not supported ({reason_of(error)})"
+            f"{directory / 'config.json'}: architecture {family} is not supported "
+            f"({reason_of(error)})"
         ) from error
+
+
+def require_within_context(longest: int, length: int, asked_by: str) -> None:
+    """Refuse sequences that are longer than a model reads.
+
+    Args:
+        longest: context of the model in tokens; 0 where it does not say.
+        length: tokens of a sequence.
+        asked_by: the field that asks for them.
+
+    Raises:
+        RecipeError: they are.
+    """
+    if 0 < longest < length:
+        raise RecipeError(
+            f"{asked_by}: {length} is more than the {longest} tokens of the model's context "
+            "(max_position_embeddings); lower it"
+        )
 
 
 def _shape_of(raw: dict[str, Any], config: Any) -> ModelShape:

@@ -77,6 +77,14 @@ def _convert(source: Path, destination: Path) -> None:
     try:
         config = AutoConfig.from_pretrained(**where, trust_remote_code=False)
         shapes = require_all_tensors(source, header, config)
+    except (*_READ_ERRORS, StrictDataclassError) as error:
+        raise _unreadable(source, error) from error
+    # Before the weights, which take minutes.
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(**where, trust_remote_code=False)
+    except Exception as error:  # tokenizers raises a bare Exception for a vocabulary it refuses
+        raise _unreadable(source, error) from error
+    try:
         loaded, info = AutoModelForCausalLM.from_pretrained(
             **where,
             trust_remote_code=False,
@@ -90,10 +98,6 @@ def _convert(source: Path, destination: Path) -> None:
     _require_loaded(source, info)
     require_shapes(source, loaded.state_dict(), shapes)
     require_finite(source, loaded.state_dict())
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(**where, trust_remote_code=False)
-    except Exception as error:  # tokenizers raises a bare Exception for a vocabulary it refuses
-        raise _unreadable(source, error) from error
     with safetensors_disk_errors():
         _save(loaded, tokenizer, destination)
     _require_json(source, destination)

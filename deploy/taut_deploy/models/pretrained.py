@@ -102,8 +102,10 @@ def reason_of(error: BaseException, limit: int = 200) -> str:
 
 
 def _unsupported(directory: Path, document: dict[str, Any], error: BaseException) -> str:
-    family = document.get("model_type")
-    return f"{directory}: architecture {repr(family)[:80]} is not supported ({reason_of(error)})"
+    file, family = directory / "config.json", document.get("model_type")
+    if family is None:
+        return f"{file}: model_type: names no architecture; give the one that the weights are of"
+    return f"{file}: architecture {repr(family)[:80]} is not supported ({reason_of(error)})"
 
 
 def _refused(directory: Path, error: BaseException, otherwise: str) -> ModelError:

@@ -1,16 +1,14 @@
 """One recipe: its calibration, its stages in order, and where it comes from."""
 
-import difflib
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from taut_deploy.errors import RecipeError
 from taut_deploy.files import sha256_json
 from taut_deploy.recipe.patterns import Pattern
 from taut_deploy.recipe.stages import (
-    STAGE_MODELS,
     Factorize,
     Mixed,
     Order,
@@ -18,7 +16,6 @@ from taut_deploy.recipe.stages import (
     Prune,
     Qat,
     Quantize,
-    Residual,
     Rotate,
     Slim,
     Stage,
@@ -42,6 +39,7 @@ class Calibration(Strict):
     ``source`` is ``corpus`` (public-domain prose) or ``articles`` (of an encyclopaedia), both from
     pinned packages, ``self`` (sampled from the model), ``file`` with ``path``, or several of them
     with weights: ``{corpus: 1, articles: 2}``. Beside texts, ``self`` goes on from pieces of them.
+    A file is plain text, or ``.jsonl`` with a document a line under ``text``.
     """
 
     source: (
@@ -296,24 +294,4 @@ def parse_recipe(text: str, origin: str) -> Recipe:
         RecipeError: naming the key and what is wrong with it.
     """
     data = parse_mapping(text, origin, RecipeError, "'name' and 'stages'")
-    try:
-        return validate_mapping(Recipe, data, origin, RecipeError)
-    except RecipeError as error:
-        if isinstance(error.__cause__, ValidationError) and (hint := _suggestion(error.__cause__)):
-            raise RecipeError(f"{error}; {hint}") from error.__cause__
-        raise
-
-
-def _suggestion(error: ValidationError) -> str | None:
-    """What an unknown key was meant to be; None where another mistake was made."""
-    first = error.errors(include_url=False, include_input=False)[0]
-    if first["type"] != "extra_forbidden":
-        return None
-    *place, key = (str(part) for part in first["loc"])
-    models: dict[str, type[BaseModel]] = {"": Recipe, "calibration": Calibration, **STAGE_MODELS}
-    models |= {"kv_cache": KvCache, "embeddings": Table, "head": Table}
-    models |= {"residual": Residual, "candidates": Quantize}
-    named = [part for part in place if not part.isdigit()]
-    known = models[named[-1] if named else ""].model_fields
-    close = difflib.get_close_matches(key, known, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"
+    return validate_mapping(Recipe, data, origin, RecipeError)

@@ -148,8 +148,27 @@ def check_tables(checkpoint: Path, platform: Platform, mode: str) -> None:
         )
 
 
+def check_served(checkpoint: Path, platform: Platform) -> None:
+    """Refuse a checkpoint with a layer that vLLM does not load here, whoever made it.
+
+    Args:
+        checkpoint: model directory.
+        platform: installed platform.
+
+    Raises:
+        WorkerError: names the layer, with the reason and the way out.
+    """
+    groups = read_quantization(config_of(checkpoint)).groups
+    if not any(scheme.unserved.any(platform) for _, scheme in groups):
+        return
+    for name, (_, _, scheme) in layers_as_built(checkpoint).items():
+        if why := scheme.unserved.why(name, platform):
+            elsewhere = "" if scheme.unserved.why(name, "cuda") else "serve it on a GPU, or "
+            raise WorkerError(f"{checkpoint}: {name}: {why}; {elsewhere}store it otherwise")
+
+
 def check_eight_bit_weights(checkpoint: Path, platform: Platform, mode: str) -> None:
-    """Refuse W8A16 on a CPU where it is of experts, or without our kernels: vLLM has none for it.
+    """Refuse W8A16 on a CPU without our kernels: vLLM has none for it.
 
     Args:
         checkpoint: model directory.
@@ -159,18 +178,10 @@ def check_eight_bit_weights(checkpoint: Path, platform: Platform, mode: str) -> 
     Raises:
         WorkerError: with the reason and the way out.
     """
-    if platform != "cpu":
+    if platform != "cpu" or mode != "off":
         return
     schemes = read_quantization(config_of(checkpoint)).groups
-    if all(scheme.name != "W8A16" or "Embedding" in targets for targets, scheme in schemes):
-        return
-    layers = layers_as_built(checkpoint)
-    if any(".experts." in name and layers[name][2].name == "W8A16" for name in layers):
-        raise WorkerError(
-            f"{checkpoint} has experts of 8-bit weights (W8A16), for which vLLM has no kernel on a "
-            "CPU; serve it on a GPU, or store the experts as W4A16"
-        )
-    if mode == "off":
+    if any(scheme.name == "W8A16" and "Embedding" not in targets for targets, scheme in schemes):
         raise WorkerError(
             f"--kernels off: {checkpoint} has layers of 8-bit weights (W8A16), for which vLLM has "
             "no kernel on a CPU; leave it out, and taut's product serves them"

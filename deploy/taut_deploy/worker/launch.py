@@ -15,6 +15,7 @@ from taut_deploy.worker.checks import (
     check_int8,
     check_kernels,
     check_own_format,
+    check_served,
     check_tables,
     installed_platform,
     verify_model,
@@ -45,6 +46,7 @@ def exec_worker(spec: WorkerSpec) -> NoReturn:
     mode = kernel_mode(spec, manifest, platform)
     check_kernels(mode, os.environ)
     check_int8(spec.checkpoint, platform, mode)
+    check_served(spec.checkpoint, platform)
     check_eight_bit_weights(spec.checkpoint, platform, mode)
     check_own_format(spec.checkpoint, mode, spec.extra)
     check_tables(spec.checkpoint, platform, mode)

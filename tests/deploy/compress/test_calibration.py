@@ -5,6 +5,7 @@ from __future__ import annotations
 import bz2
 import hashlib
 import io
+import json
 import tarfile
 from dataclasses import replace
 
@@ -70,6 +71,31 @@ def test_an_empty_text_is_refused(room, tmp_path):
     (tmp_path / "empty.txt").write_text("")
     with pytest.raises(RecipeError, match=r"calibration\.path: .*empty\.txt is empty, or holds"):
         from_file(room, path=str(tmp_path / "empty.txt"))
+
+
+def test_documents_a_line_are_read_as_their_text(room, tmp_path):
+    text = (room / "text.txt").read_text()
+    words = text.split()
+    documents = [" ".join(words[:90]), " ".join(words[90:])]
+    file = tmp_path / "t.jsonl"
+    file.write_text("\n\n".join(json.dumps({"text": one, "id": 1}) for one in documents) + "\n")
+    found = from_file(room, path=str(file))
+    assert torch.equal(found.tokens, from_file(room).tokens)
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ('{"txt": "a"}', "give a JSON object with a 'text' that is a string"),
+        ('{"text": 5}', "give a JSON object with a 'text' that is a string"),
+        ('["a"]', "give a JSON object with a 'text' that is a string"),
+        ('{"text": ', "not valid JSON"),
+    ],
+)
+def test_a_line_that_holds_no_document_is_named(line, why, room, tmp_path):
+    (tmp_path / "t.jsonl").write_text('{"text": "a b c"}\n' + line)
+    with pytest.raises(RecipeError, match=rf"calibration\.path: .*t\.jsonl: line 2: {why}"):
+        from_file(room, path=str(tmp_path / "t.jsonl"))
 
 
 @pytest.mark.parametrize("name", ["missing.txt", "model"])

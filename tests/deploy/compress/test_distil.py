@@ -284,6 +284,8 @@ def test_what_does_not_belong_together_is_refused_in_one_line(room, tmp_path):
         distil(dataclasses.replace(job(room, student, out), teacher=None))
     with pytest.raises(RecipeError, match="fewer than one sequence"):
         distil(job(room, student, out, sequence_length=4096))
+    with pytest.raises(RecipeError, match=r"^sequence_length: 129 is more than the 128 tokens of"):
+        distil(job(room, student, out, sequence_length=129))
     broken = write_llama(tmp_path / "broken")
     tensors = load_file(broken / "model.safetensors")
     tensors["model.norm.weight"][3] = torch.nan

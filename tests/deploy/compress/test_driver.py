@@ -8,6 +8,7 @@ import pytest
 import torch
 from stood_for import dequantised_model, logits_of, round_as_compressed_tensors, stored
 from tiny_models import (
+    edit_json,
     job_for,
     pruned_data,
     recipe_data,
@@ -191,11 +192,29 @@ def test_the_largest_group_size_that_divides_is_used(asked, hidden, intermediate
     assert not (tmp_path / "out").exists()
 
 
-def test_no_group_size_that_divides_is_a_recipe_error(tmp_path):
-    model = write_llama(tmp_path / "m", hidden=48)
+@pytest.mark.parametrize(
+    "stage",
+    [
+        {"method": "quantize", "scheme": "W4A16", "group_size": 64},
+        {"method": "palettize", "entries": 16, "group_size": 64},
+        {"method": "factorize", "residual": {"rank": 4, "group_size": 64}},
+    ],
+    ids=lambda stage: stage["method"],
+)
+def test_layers_that_no_group_divides_are_named(stage, tmp_path):
+    model = write_llama(tmp_path / "m", intermediate=176)
+    data = recipe_data(write_calibration_text(tmp_path / "t.txt")) | {"stages": [stage]}
+    odd = r"inputs? \(64, 176\).*: model\.layers\.0\.mlp\.down_proj \[64, 176\] and 1 more$"
+    with pytest.raises(RecipeError, match=rf"group_size.*divides every layer {odd}"):
+        driver.plan(job_for(model, data, tmp_path / "out"))
+
+
+def test_what_is_refused_at_every_width_names_no_layer(tmp_path):
+    model = write_llama(tmp_path / "m")
     text = write_calibration_text(tmp_path / "t.txt")
-    with pytest.raises(RecipeError, match=r"group_size.*divides every layer input \(48, 128\)"):
-        driver.plan(job_for(model, recipe_data(text), tmp_path / "out"))
+    data = recipe_data(text, scheme="FP8", group_size=None, algorithm="hqq")
+    with pytest.raises(RecipeError, match=r"use rtn or gptq$"):
+        driver.plan(job_for(model, data, tmp_path / "out"))
 
 
 def test_the_plan_says_what_happens(room, tmp_path):
@@ -247,3 +266,15 @@ def test_a_cpu_without_16_bit_products_computes_in_fp32(
     found = {tensor.dtype for tensor in stored(tmp_path / "without").values()}
     assert dtype in found
     assert torch.float32 not in found, "what is written has the model's type all the same"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.bfloat16])
+def test_a_configuration_without_a_dtype_has_that_of_the_weights(dtype, tmp_path):
+    model = write_llama(tmp_path / "m", layers=1, dtype=dtype)
+    edit_json(model / "config.json", dtype=None)
+    text = write_calibration_text(tmp_path / "t.txt")
+    driver.compress(job_for(model, recipe_data(text, algorithm="rtn"), tmp_path / "out"))
+    floats = {
+        value.dtype for value in stored(tmp_path / "out").values() if value.is_floating_point()
+    }
+    assert floats == {dtype}

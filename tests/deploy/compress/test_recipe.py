@@ -15,7 +15,7 @@ GOOD = {"name": "r", "stages": [W4A16]}
 WRONG = {
     "unknown key": (
         {**GOOD, "stagez": 1},
-        r"stagez: unknown key; did you mean 'stages'\?",
+        r"stagez: unknown key; did you mean 'stages'\?$",
     ),
     "unknown stage key": (
         {**GOOD, "stages": [{**W4A16, "gruop_size": 1}]},
@@ -34,7 +34,31 @@ WRONG = {
     "no stages": ({"name": "r"}, "stages: Field required"),
     "empty stages": ({**GOOD, "stages": []}, "stages: .*at least 1"),
     "stages a string": ({**GOOD, "stages": "W8A8"}, "stages: .*tuple"),
-    "unknown method": ({**GOOD, "stages": [{"method": "shave"}]}, r"stages\.0: .*'shave'"),
+    "unknown method": (
+        {**GOOD, "stages": [{"method": "shave"}]},
+        r"stages\.0\.method: Input should be one of 'smooth', .*, 'qat'$",
+    ),
+    "misspelt method": (
+        {**GOOD, "stages": [{**W4A16, "method": "quantise"}]},
+        r"stages\.0\.method: .*; did you mean 'quantize'\?$",
+    ),
+    "no method": ({**GOOD, "stages": [{"scheme": "W8A8"}]}, r"stages\.0: give 'method'$"),
+    "misspelt algorithm": (
+        {**GOOD, "stages": [{**W4A16, "algorithm": "gtpq"}]},
+        r"quantize\.algorithm: .*'rtn', .*; did you mean 'gptq'\?$",
+    ),
+    "misspelt source": (
+        {**GOOD, "calibration": {"source": "corpsu"}},
+        r"calibration\.source: Input should .*; did you mean 'corpus'\?$",
+    ),
+    "misspelt allocation": (
+        {**GOOD, "stages": [{"method": "factorize", "rank_budget": 0.5, "alocation": "loss"}]},
+        r"factorize\.alocation: unknown key; did you mean 'allocation'\?$",
+    ),
+    "unknown key of a candidate": (
+        {**GOOD, "stages": [{"method": "mixed", "candidates": [{"scheem": "W8A8"}]}]},
+        r"candidates\.0\.scheem: unknown key; did you mean 'scheme'\?$",
+    ),
     "a prune without a target": (
         {**GOOD, "stages": [{"method": "prune"}]},
         "give either 'sparsity', such as 0.5, or 'pattern', 2:4 or 4:8",

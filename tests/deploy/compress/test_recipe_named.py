@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import yaml
-from tiny_models import recipe_data, write_calibration_text, write_llama
+from tiny_models import edit_json, recipe_data, write_calibration_text, write_llama
 
 QUANTIZE = {"method": "quantize", "scheme": "W4A16", "group_size": 32}
 
@@ -36,6 +38,14 @@ CASES = {
         {"calibration": {"path": "blank.txt"}},
         "calibration.path: {room}/blank.txt is empty, or holds nothing but white space",
     ),
+    "sequences longer than the context": (
+        {"calibration": {"sequence_length": 129}},
+        "calibration.sequence_length: 129 is more than the 128 tokens of the model's context (max",
+    ),
+    "longer ones to train on": (
+        {"stages": [QUANTIZE, {"method": "qat", "sequence_length": 200}]},
+        "stages.1.sequence_length: 200 is more than the 128 tokens of the model's context (max_po",
+    ),
     "too little text": (
         {"calibration": {"sequences": 4000}},
         "calibration: {room}/text.txt gives ",
@@ -62,7 +72,7 @@ def test_the_file_and_the_key_are_named(case, plan, room, call_taut, tmp_path, m
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("taken", ["file", "directory", "link"])
+@pytest.mark.parametrize("taken", ["file", "directory", "link", "above"])
 def test_a_plan_refuses_the_output_that_a_run_refuses(
     taken, room, call_taut, tmp_path, monkeypatch
 ):
@@ -74,8 +84,11 @@ def test_a_plan_refuses_the_output_that_a_run_refuses(
     elif taken == "directory":
         output.mkdir()
         (output / "mine.txt").write_text("mine")
-    else:
+    elif taken == "link":
         output.symlink_to(tmp_path)
+    else:
+        (tmp_path / "above").write_text("mine")
+        output = tmp_path / "above" / "room" / "out"
     options = ["--recipe", str(file), "--output", str(output)]
     found = [
         call_taut("compress", str(room / "model"), *options, *more) for more in ([], ["--plan"])
@@ -83,5 +96,40 @@ def test_a_plan_refuses_the_output_that_a_run_refuses(
     assert found[0] == found[1]
     code, _, said = found[0]
     assert code == 2
-    assert said.startswith(f"taut: {output}: ")
+    assert said.startswith((f"taut: {output}: ", f"taut: cannot write {output}: a part of the"))
     assert said.count("\n") == 1
+
+
+WRONG_CONFIGS = {
+    "an unknown activation": ({"hidden_act": "nope"}, "transformers refuses the model (hidden_act"),
+    "an unknown rotation": (
+        {"rope_scaling": {"rope_type": "nope", "factor": 2.0}},
+        "transformers refuses the model (rope_scaling.rope_type: 'nope')",
+    ),
+    "no family": ({"model_type": None}, "model_type: names no architecture; give the one that"),
+    "a number in words": ({"num_hidden_layers": "2"}, "architecture 'llama' is not supported (Val"),
+    "heads that do not divide": (
+        {"num_attention_heads": 3},
+        "architecture 'llama' is not supported (Class validation error for validator 'validate_",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_CONFIGS)
+def test_a_value_of_config_json_is_refused_by_file_and_field(case, room, tmp_path, call_taut):
+    changes, message = WRONG_CONFIGS[case]
+    model = shutil.copytree(room / "model", tmp_path / "model")
+    edit_json(model / "config.json", **changes)
+    code, _, said = call_taut("compress", str(model), "--plan")
+    assert code == 2
+    assert said.startswith(f"taut: {model / 'config.json'}: {message}")
+    assert len(said.splitlines()) == 1
+
+
+def test_a_size_of_zero_is_refused_in_one_line(room, tmp_path, call_taut):
+    model = shutil.copytree(room / "model", tmp_path / "model")
+    edit_json(model / "config.json", hidden_size=0)
+    code, _, said = call_taut("compress", str(model), "--plan")
+    assert code == 2
+    (line,) = said.splitlines()
+    assert "stored shape (62, 64) does not match config.json's (62, 0)" in line

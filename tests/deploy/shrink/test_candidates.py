@@ -108,10 +108,21 @@ def test_every_shipped_recipe_is_tried_or_said_to_be_left_out(room, monkeypatch)
     for pruned in ("wanda50", "sparsegpt50", "sparse24"):
         assert skipped[pruned] == "is no smaller than the model"
     assert "128" in skipped["fp8-block"]
-    assert {one.name for one in ladder.candidates} >= {"w4a16", "w8a8", "slim", "palette4"}
+    assert skipped["slim"].startswith("calibration.sequence_length: 512 is more than the 128 tok")
+    assert {one.name for one in ladder.candidates} >= {"w4a16", "w8a8", "palette4"}
     assert [one.weights_bytes for one in ladder.candidates] == sorted(
         one.weights_bytes for one in ladder.candidates
     )
+
+
+def test_a_narrower_model_is_a_candidate(room):
+    text = room.path / "text.txt"
+    (room.path / "narrow.yaml").write_text(
+        f"name: narrow\ncalibration: {{source: file, path: {text}, sequences: 2, "
+        "sequence_length: 32}\nstages: [{method: slim, ffn: 0.5}]\n"
+    )
+    ladder = ladder_of(room, recipes_of(room, "narrow"))
+    assert [one.name for one in ladder.candidates] == ["narrow"]
 
 
 def test_what_trains_is_tried_where_it_is_named():

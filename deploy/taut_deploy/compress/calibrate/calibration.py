@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from taut_deploy.compress.calibrate.self_text import Writer, write_from_start, write_on
+from taut_deploy.compress.calibrate.text_files import read_calibration_file
 from taut_deploy.compress.calibrate.texts import (
     BUILT_IN_TEXTS,
     built_in_text,
     describe_text,
-    read_text_file,
 )
 from taut_deploy.errors import RecipeError
 from taut_deploy.models.pretrained import load_tokenizer
@@ -110,7 +110,7 @@ def _read(source: str, settings: Calibration, cache: Path) -> tuple[str, str]:
     """A source's text, and what the manifest says of it."""
     if source == "file":
         path = Path(str(settings.path))
-        return read_text_file(path), describe_text(path)
+        return read_calibration_file(path), describe_text(path)
     text = built_in_text(source, cache).read_text(encoding="utf-8")
     return text, BUILT_IN_TEXTS[source].description
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from taut_deploy.compress.calibrate.articles import prose_of_dump
-from taut_deploy.errors import ModelError, RecipeError
+from taut_deploy.compress.calibrate.text_files import read_calibration_file
+from taut_deploy.errors import ModelError
 from taut_deploy.models.kept import kept_text
 
 
@@ -103,19 +104,4 @@ def describe_text(path: Path) -> str:
     Raises:
         RecipeError: if it is not readable text.
     """
-    return f"file sha256:{hashlib.sha256(read_text_file(path).encode()).hexdigest()}"
-
-
-def read_text_file(path: Path) -> str:
-    """The text of a calibration file.
-
-    Raises:
-        RecipeError: if it is not readable text, or holds none.
-    """
-    try:
-        text = path.read_bytes().decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"calibration.path: cannot read {path} as UTF-8 text") from error
-    if not text.strip():
-        raise RecipeError(f"calibration.path: {path} is empty, or holds nothing but white space")
-    return text
+    return f"file sha256:{hashlib.sha256(read_calibration_file(path).encode()).hexdigest()}"

@@ -1,7 +1,6 @@
 """Tokens to train on: documents one after another, cut into sequences of one length."""
 
 import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,16 +8,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from taut_deploy.compress.calibrate.text_files import UnreadableTextError, read_documents
 from taut_deploy.compress.calibrate.texts import BUILT_IN_TEXTS, built_in_text
 from taut_deploy.errors import ModelError, RecipeError
+from taut_deploy.models.directory import read_shape, require_within_context
 from taut_deploy.models.pretrained import load_tokenizer
 
 # Tokenised at a time: a tokenizer keeps several times the text in memory.
 _PIECE = 1 << 20
-
-
-class _UnreadableError(Exception):
-    """What is wrong with a source; who asked for it is told in front."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +62,12 @@ def read_text(
         asked_by: flag or field that names the sources, for errors.
 
     Raises:
-        RecipeError: a file cannot be read or gives too few tokens.
+        RecipeError: a file cannot be read or gives too few tokens, or sequences are longer than the
+            model's context.
     """
     try:
         parts = [_ids(source, model, cache, trusted) for source in sources]
-    except _UnreadableError as error:
+    except UnreadableTextError as error:
         raise RecipeError(f"{asked_by}: {error}") from error
     ids = np.concatenate(parts)
     count = len(ids) // length
@@ -78,6 +76,8 @@ def read_text(
             f"{asked_by}: {', '.join(sources)} gives {len(ids)} tokens, fewer than one sequence of "
             f"{length}; give more text or a smaller sequence_length"
         )
+    longest = read_shape(model, trust_remote_code=trusted).max_position_embeddings
+    require_within_context(longest, length, "sequence_length")
     sequences = torch.from_numpy(ids[: count * length].astype(np.int64)).view(count, length)
     kept = held_out if count >= 16 * held_out else 0
     # Spread over the text, so that every source is judged.
@@ -108,7 +108,7 @@ def _ids(source: str, model: Path, cache: Path, trusted: bool) -> Any:
     tokenizer = load_tokenizer(model, trust_remote_code=trusted)
     end = tokenizer.eos_token_id
     found: list[int] = []
-    for document in _documents(path):
+    for document in read_documents(path):
         found += _tokenized(document, tokenizer)
         found += [] if end is None else [int(end)]
     return np.asarray(found, dtype=np.int64)
@@ -124,28 +124,13 @@ def _tokenized(document: str, tokenizer: Any) -> list[int]:
     return found
 
 
-def _documents(path: Path) -> list[str]:
-    try:
-        text = path.read_bytes().decode()
-        if path.suffix != ".jsonl":
-            return [text]
-        lines = [json.loads(line) for line in text.splitlines() if line.strip()]
-        return [str(line["text"]) for line in lines]
-    except (OSError, UnicodeDecodeError) as error:
-        raise _UnreadableError(f"cannot read {path} as UTF-8 text") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise _UnreadableError(
-            f"{path}: each line must be a JSON object with a 'text' ({error!r})"
-        ) from error
-
-
 def _array(path: Path) -> Any:
     try:
         ids = np.load(path, allow_pickle=False)
     except (OSError, ValueError) as error:
-        raise _UnreadableError(f"cannot read {path} as an array of token ids") from error
+        raise UnreadableTextError(f"cannot read {path} as an array of token ids") from error
     if ids.dtype.kind not in "iu" or not ids.size or int(ids.min()) < 0:
-        raise _UnreadableError(f"{path}: token ids are whole numbers from 0 on, one at least")
+        raise UnreadableTextError(f"{path}: token ids are whole numbers from 0 on, one at least")
     return ids.reshape(-1)
 
 
