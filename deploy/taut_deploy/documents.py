@@ -167,11 +167,8 @@ def first_error(error: ValidationError) -> "ErrorDetails":
     Args:
         error: of pydantic.
     """
-
-    def rank(one: "ErrorDetails") -> int:
-        return 0 if one["type"] in _UNKNOWN_KEY else 2 if one["type"] == "missing" else 1
-
-    return min(error.errors(include_url=False), key=rank)
+    errors = error.errors(include_url=False)
+    return next((one for one in errors if one["type"] in _UNKNOWN_KEY), errors[0])
 
 
 def why_refused(value: Any) -> str | None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -44,7 +45,9 @@ def call_taut(monkeypatch, capfd):
         captured = capfd.readouterr()
         return code, captured.out, captured.err
 
-    return call
+    # A process that becomes a worker sets variables that it would not come back from.
+    with mock.patch.dict(os.environ):
+        yield call
 
 
 @pytest.fixture

@@ -194,7 +194,8 @@ def _require_served(name: str, layer_format: LayerFormat) -> None:
         )
     if isinstance(layer_format, WeightFormat):
         group = layer_format.scheme([])
-        if why := of_group(group.weights, group.input_activations).why(name, "cuda"):
+        unserved = of_group(group.weights, group.input_activations).why(name, "cuda")
+        if why := layer_format.why_no_expert or unserved:
             raise RecipeError(
                 f"stages: {name} cannot be {layer_format.name}: {why}; store '*.experts.*' "
                 "otherwise, or put it into 'ignore'"

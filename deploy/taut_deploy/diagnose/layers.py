@@ -184,10 +184,13 @@ def manifest_layers(checkpoint: Path, manifest: "Manifest", config: Mapping[str,
         name, group = str(layer["name"]), layer["group_size"] or -1
         configured = told.scheme_of(name)
         scheme = str(layer.get("scheme", manifest.scheme))
-        if scheme == "FP8-BLOCK":  # which kernels are known for by the words of config.json
+        if scheme.startswith("FP8-"):  # which kernels are known for by the words of config.json
             scheme = configured.name
         shape = shapes[_packed_bits(layer)][name]
-        layers[name] = (*shape, LayerScheme(scheme, group, zero_points=configured.zero_points))
+        scheme_of_layer = LayerScheme(
+            scheme, group, zero_points=configured.zero_points, unserved=configured.unserved
+        )
+        layers[name] = (*shape, scheme_of_layer)
     return layers
 
 

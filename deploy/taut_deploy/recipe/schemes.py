@@ -38,6 +38,7 @@ SCHEMES: dict[str, SchemeRules] = {
     "W4AFP8": SchemeRules(4, grouped=True, zero_points=False, by_channel=False),
     "FP8": SchemeRules(8, grouped=False, zero_points=False),
     "FP8-STATIC": SchemeRules(8, grouped=False, zero_points=False),
+    "FP8-TENSOR": SchemeRules(8, grouped=False, zero_points=False),
     "FP8-BLOCK": SchemeRules(8, grouped=False, zero_points=False),
     "NVFP4A16": SchemeRules(4, grouped=False, zero_points=False),
     "MXFP4A16": SchemeRules(4, grouped=False, zero_points=False),

@@ -122,6 +122,7 @@ def test_a_process_that_is_killed_is_told_and_finished_blocks_stay(room, tmp_pat
     [
         ({"algorithm": "gptq"}, r"--workers: stages.0 \(gptq\) looks at inputs"),
         ({"scheme": "FP8-STATIC"}, "scales of inputs fixed beforehand"),
+        ({"scheme": "FP8-TENSOR"}, "scales of inputs fixed beforehand"),
     ],
 )
 def test_what_looks_at_inputs_is_refused_before_anything_is_written(

@@ -48,7 +48,7 @@ def room(tmp_path_factory):
     path = tmp_path_factory.mktemp("room")
     write_llama(path / "base", tie=True)
     text = write_text(path / "text.txt", 2400, seed=6)
-    driver.compress(job_for(path / "base", recipe_data(text), path / "student"))
+    driver.compress(job_for(path / "base", recipe_data(text, algorithm="rtn"), path / "student"))
     return path
 
 

@@ -69,6 +69,7 @@ CASES = {
     "fp8": lambda text: recipe_data(text, scheme="FP8", group_size=None, algorithm="rtn"),
     "fp8 gptq": lambda text: recipe_data(text, scheme="FP8", group_size=None),
     "fp8 static": lambda text: recipe_data(text, scheme="FP8-STATIC", group_size=None),
+    "fp8 tensor": lambda text: recipe_data(text, scheme="FP8-TENSOR", group_size=None),
     "w4a8": lambda text: recipe_data(text, scheme="W4A8"),
     "w4afp8": lambda text: recipe_data(text, scheme="W4AFP8"),
     "w4a16 hqq": lambda text: recipe_data(text, algorithm="hqq", symmetric=False),

@@ -39,6 +39,7 @@ QUANTIZED: dict[str, dict[str, Any]] = {
     "w4afp8": {"scheme": "W4AFP8", "group_size": 128},
     "fp8": {"scheme": "FP8"},
     "fp8-static": {"scheme": "FP8-STATIC"},
+    "fp8-tensor": {"scheme": "FP8-TENSOR"},
     "fp8-block": {"scheme": "FP8-BLOCK"},
     "nvfp4": {"scheme": "NVFP4A16"},
     "mxfp4": {"scheme": "MXFP4A16"},

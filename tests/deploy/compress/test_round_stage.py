@@ -111,7 +111,7 @@ def test_rounded_inputs_are_learned_with(scheme, tmp_path, room):
     assert errors["round"] < 0.97 * errors["gptq"]
 
 
-@pytest.mark.parametrize("scheme", ["NVFP4A16", "FP8-BLOCK"])
+@pytest.mark.parametrize("scheme", ["NVFP4A16", "FP8-BLOCK", "FP8-TENSOR"])
 def test_schemes_that_cannot_be_learned_are_refused(scheme, room):
     stage = Quantize(scheme=scheme, algorithm="round")
     with pytest.raises(RecipeError, match=f"round learns .* FP8 by channel, {scheme} is neither"):

@@ -281,3 +281,12 @@ def test_the_doctor_sees_layers_of_other_widths_in_their_own_shape(scheme, room,
     assert found["model.layers.0.mlp.down_proj"][:2] == (64, 128)
     assert found["model.layers.0.self_attn.k_proj"][:2] == (32, 64)
     assert found["model.layers.0.mlp.down_proj"][2].name == scheme
+
+
+def test_the_doctor_sees_what_no_vllm_loads_of_a_checkpoint_of_ours(room, tmp_path):
+    data = with_stages(room, quantize("W3A16"))
+    driver.compress(job_for(room / "model", data, tmp_path / "out"))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    found = manifest_layers(tmp_path / "out", read_manifest(tmp_path / "out"), config)
+    name = "model.layers.0.mlp.down_proj"
+    assert str(found[name][2].unserved.why(name, "cuda")).startswith("vLLM reads weights of 3 bits")

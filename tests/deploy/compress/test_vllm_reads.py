@@ -34,6 +34,7 @@ SERVED_BY = {
     "W4AFP8": "CompressedTensorsW4A8Fp8",
     "FP8": "CompressedTensorsW8A8Fp8",
     "FP8-STATIC": "CompressedTensorsW8A8Fp8",
+    "FP8-TENSOR": "CompressedTensorsW8A8Fp8",
     "FP8-BLOCK": "CompressedTensorsW8A8Fp8",
     "NVFP4A16": "CompressedTensorsW4A4Fp4",
     "MXFP4A16": "CompressedTensorsW4A4Mxfp4",

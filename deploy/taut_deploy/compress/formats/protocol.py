@@ -85,6 +85,11 @@ class WeightFormat(LayerFormat):
     spec: Spec[Any]
     activations: Activations
 
+    @property
+    def why_no_expert(self) -> str | None:
+        """Why an engine would compute one of many experts otherwise; None where it does not."""
+        return None
+
     @abstractmethod
     def pack(self, codes: Any) -> dict[str, torch.Tensor]:
         """The tensors of one layer's codes, by name inside the layer."""

@@ -13,10 +13,11 @@ from taut_deploy.compress.formats.activations import (
 from taut_deploy.compress.formats.float4 import Float4Format
 from taut_deploy.compress.formats.float8 import Float8Format
 from taut_deploy.compress.formats.float8_block import BLOCK, Float8BlockFormat
+from taut_deploy.compress.formats.float8_tensor import Float8TensorFormat
 from taut_deploy.compress.formats.integer import IntegerFormat, PackedIntegerFormat
 from taut_deploy.compress.formats.protocol import WeightFormat
 from taut_deploy.compress.quantize.float4 import Float4Spec
-from taut_deploy.compress.quantize.float8 import Float8Spec
+from taut_deploy.compress.quantize.float8 import Float8Spec, Float8TensorSpec
 from taut_deploy.compress.quantize.grid import GridSpec
 from taut_deploy.errors import RecipeError
 from taut_deploy.recipe.schemes import SCHEMES
@@ -47,6 +48,11 @@ def _fp8_by_fp8(stage: Quantize, group_size: int | None, dtype: torch.dtype) -> 
 def _fp8_by_fixed_fp8(stage: Quantize, group_size: int | None, dtype: torch.dtype) -> WeightFormat:
     del group_size
     return Float8Format(stage.scheme, Float8Spec(dtype), Float8Fixed(dtype))
+
+
+def _fp8_by_tensor(stage: Quantize, group_size: int | None, dtype: torch.dtype) -> WeightFormat:
+    del group_size
+    return Float8TensorFormat(stage.scheme, Float8TensorSpec(dtype), Float8Fixed(dtype))
 
 
 def _fp8_blocks(stage: Quantize, group_size: int | None, dtype: torch.dtype) -> WeightFormat:
@@ -93,6 +99,7 @@ FORMATS: dict[str, _Make] = {
     "W4AFP8": _int4_by_fp8,
     "FP8": _fp8_by_fp8,
     "FP8-STATIC": _fp8_by_fixed_fp8,
+    "FP8-TENSOR": _fp8_by_tensor,
     "FP8-BLOCK": _fp8_blocks,
     "NVFP4A16": _nvfp4_alone,
     "MXFP4A16": _mxfp4_alone,

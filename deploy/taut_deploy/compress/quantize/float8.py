@@ -1,10 +1,11 @@
-"""FP8 (e4m3) grids: one scale for each output channel, or for each square block of weights.
+"""FP8 (e4m3) grids: a scale for each output channel, each square block of weights, or the whole.
 
 Source: FP8 Formats for Deep Learning, arXiv:2209.05433, §3; e4m3 has no infinity and ends at 448.
 Scales are rounded to the dtype they are stored in *before* codes are chosen.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -63,7 +64,7 @@ class Float8Weight:
 
     Args:
         codes: [N, K] float8_e4m3fn.
-        scale: [N, 1], or [N / B, K / B] for blocks of B×B weights.
+        scale: [N, 1], [N / B, K / B] for blocks of B×B weights, or [1, 1].
     """
 
     codes: torch.Tensor
@@ -83,7 +84,7 @@ class Float8Grid:
     """A weight's FP8 grid, fixed: values are rounded onto it.
 
     Args:
-        scale: [N, 1], or [N / B, K / B].
+        scale: [N, 1], [N / B, K / B] or [1, 1].
     """
 
     scale: torch.Tensor
@@ -129,23 +130,24 @@ class Float8Spec:
     block: int | None = None
 
     def fit(self, weight: torch.Tensor, importance: torch.Tensor | None = None) -> Float8Grid:
-        """The grid whose ends are the absmax of each channel or block.
+        """The grid whose ends are the absmax of what shares a scale.
 
         A float's steps shrink with its magnitude, so a smaller range would buy next to nothing:
         ``importance`` is not used.
         """
         del importance
-        if self.block is None:
-            parts = [torch.aminmax(weight[rows], dim=1) for rows in row_slices(weight)]
-            absmax = torch.cat([torch.maximum(-one.min, one.max) for one in parts])[:, None].float()
-        else:
-            rows, columns = (size // self.block for size in weight.shape)
-            blocks = weight.view(rows, self.block, columns, self.block)
-            absmax = blocks.abs().amax((1, 3)).float()
-        scale = (absmax / FP8_MAX).to(self.scale_dtype)
+        scale = (self._absmax(weight) / FP8_MAX).to(self.scale_dtype)
         # Where all is zero the scale is 1: codes are zero either way.
         positive = scale.float() > torch.finfo(torch.float32).tiny
         return Float8Grid(torch.where(positive, scale, torch.ones_like(scale)))
+
+    def _absmax(self, weight: torch.Tensor) -> torch.Tensor:
+        """Of each channel or block of a weight [N, K], fp32, in the shape of the scales."""
+        if self.block is None:
+            parts = [torch.aminmax(weight[rows], dim=1) for rows in row_slices(weight)]
+            return torch.cat([torch.maximum(-one.min, one.max) for one in parts])[:, None].float()
+        rows, columns = (size // self.block for size in weight.shape)
+        return weight.view(rows, self.block, columns, self.block).abs().amax((1, 3)).float()
 
     def coded(
         self, codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None
@@ -167,3 +169,22 @@ class Float8Spec:
         """How far a code [N, K] fp32 is from the next larger one in magnitude."""
         power = torch.frexp(codes.abs().clamp(min=_LEAST_NORMAL)).exponent - 1
         return torch.ldexp(torch.ones_like(codes), power - _FRACTION_BITS)
+
+
+@dataclass(frozen=True)
+class Float8TensorSpec(Float8Spec):
+    """Shape of an FP8 grid with one scale for a whole weight.
+
+    Args:
+        largest: magnitude that the scale has to suit; None for the weight's own.
+    """
+
+    largest: float | None = None
+
+    def joined(self, weights: Sequence[torch.Tensor]) -> "Float8TensorSpec":
+        """The shape for layers that an engine joins into one, which has one scale."""
+        return replace(self, largest=max(float(weight.abs().max()) for weight in weights))
+
+    def _absmax(self, weight: torch.Tensor) -> torch.Tensor:
+        largest = float(weight.abs().max()) if self.largest is None else self.largest
+        return torch.full((1, 1), largest, device=weight.device)

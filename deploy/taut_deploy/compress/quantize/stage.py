@@ -12,7 +12,7 @@ from taut_deploy.compress.formats.registry import weight_format
 from taut_deploy.compress.free_memory import return_freed_memory
 from taut_deploy.compress.layers_at_once import solve_layers
 from taut_deploy.compress.quantize import gptq, hqq, rtn
-from taut_deploy.compress.quantize.float8 import Float8Spec
+from taut_deploy.compress.quantize.float8 import Float8Spec, Float8TensorSpec
 from taut_deploy.compress.quantize.grid import GridSpec
 from taut_deploy.compress.quantize.joined import format_of, joined_specs
 from taut_deploy.compress.quantize.learned import learn_in_block
@@ -49,7 +49,9 @@ def quantized_format(
 
 
 def _is_learned(spec: Any) -> bool:
-    by_channel = isinstance(spec, Float8Spec) and spec.block is None
+    # Scales that layers share would have to move together.
+    shared = isinstance(spec, Float8TensorSpec)
+    by_channel = isinstance(spec, Float8Spec) and spec.block is None and not shared
     return isinstance(spec, GridSpec) or by_channel
 
 

@@ -76,9 +76,9 @@ class Student:
         for name, value in self.masters().items():
             ratio = name.endswith(".log_ratio")
             block_matrix = value.dim() >= 2 and any(part.isdigit() for part in name.split("."))
-            if (ratio and settings.scales == "fixed") or (
-                settings.train == "linear" and not ratio and not block_matrix
-            ):
+            # One scale of a whole weight may be that of other layers, too: an engine joins them.
+            fixed = ratio and (settings.scales == "fixed" or value.numel() == 1)
+            if fixed or (settings.train == "linear" and not ratio and not block_matrix):
                 continue
             chosen[name] = value
         return chosen
