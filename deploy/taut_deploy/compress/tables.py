@@ -12,12 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from taut_deploy.compress.formats.activations import Activations
 from taut_deploy.compress.formats.integer import PackedIntegerFormat
 from taut_deploy.compress.formats.protocol import LayerFormat, TautFormat
-from taut_deploy.compress.formats.registry import largest_dividing
+from taut_deploy.compress.formats.registry import largest_dividing, weights_alone
 from taut_deploy.compress.quantize import rtn
-from taut_deploy.compress.quantize.grid import GridSpec
 from taut_deploy.compress.threads import single_thread
 from taut_deploy.errors import CheckpointError, RecipeError
 from taut_deploy.recipe import Recipe, Table
@@ -167,8 +165,7 @@ def _table(
         raise RecipeError(
             f"{keys[0]}: a row of {width} numbers is no whole words of {in_word}; leave it out"
         )
-    spec = GridSpec(asked.bits, group, True, dtype, signed_scales=asked.bits < 8)
-    stored = PackedIntegerFormat(f"W{asked.bits}A16", spec, Activations())
+    stored = weights_alone(asked.bits, group, dtype)
     named = {id(module): name for name, module in model.named_modules()}
     names = tuple(named[id(modules[key])] for key in keys)
     return TokenTable(keys, names, (rows, width), stored, dtype)

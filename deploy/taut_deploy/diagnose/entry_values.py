@@ -2,9 +2,12 @@
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from taut_deploy.errors import ModelError
+
+if TYPE_CHECKING:
+    from compressed_tensors.quantization import QuantizationArgs
 
 
 def targets_of(entry: Mapping[str, Any], key: str) -> tuple[str, ...]:
@@ -67,6 +70,19 @@ def group_size_of(entry: Mapping[str, Any], *names: str) -> int:
     if type(value) is not int or (value < 1 and value != -1):
         raise wrong(f"{name}: expected a whole number above 0 or -1, got {value!r}")
     return value
+
+
+def kinds_of(
+    weights: "QuantizationArgs", inputs: "QuantizationArgs | None"
+) -> list[tuple[str, int | None]]:
+    """Return type and bits of a group's weights and, where they are rounded, of its inputs."""
+    parts = [part for part in (weights, inputs) if part is not None]
+    return [(word_of(part.type), part.num_bits) for part in parts]
+
+
+def word_of(value: object) -> str:
+    """Return an enumeration's value: given ones are words already, defaults are not."""
+    return str(getattr(value, "value", value))
 
 
 def wrong(what: str) -> ModelError:

@@ -8,7 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from taut_deploy.diagnose.entry_values import bits_of, group_size_of, names_of, targets_of, wrong
+from taut_deploy.diagnose.entry_values import (
+    bits_of,
+    group_size_of,
+    kinds_of,
+    names_of,
+    targets_of,
+    word_of,
+    wrong,
+)
 from taut_deploy.diagnose.own_format import own_layers
 from taut_deploy.diagnose.unserved import SERVED, Unserved, of_group, of_weights_alone
 
@@ -255,8 +263,7 @@ def _scheme_of_group(group: Mapping[str, Any]) -> LayerScheme:
 
 
 def _kind_of(weights: "QuantizationArgs", inputs: "QuantizationArgs | None") -> LayerScheme:
-    parts = [part for part in (weights, inputs) if part is not None]
-    kinds = [(_word(part.type), part.num_bits) for part in parts]
+    kinds = kinds_of(weights, inputs)
     match kinds:
         case [("int", 4 | 8)] if weights.strategy in ("group", "channel"):
             obstacle = _ACT_ORDER if weights.actorder in ("group", "dynamic") else None
@@ -270,12 +277,8 @@ def _kind_of(weights: "QuantizationArgs", inputs: "QuantizationArgs | None") -> 
             return LayerScheme("FP8")
     words = " × ".join(f"{kind}{bits}" for kind, bits in kinds)
     words += "" if inputs is not None else " weights alone"
-    return LayerScheme(words, obstacle=_no_kernel(f"{words}, scales by {_word(weights.strategy)},"))
-
-
-def _word(value: object) -> str:
-    """Return an enumeration's value: given ones are words already, defaults are not."""
-    return str(getattr(value, "value", value))
+    by = word_of(weights.strategy)
+    return LayerScheme(words, obstacle=_no_kernel(f"{words}, scales by {by},"))
 
 
 def _by_row(weights: "QuantizationArgs", inputs: "QuantizationArgs | None") -> bool:

@@ -8,6 +8,8 @@ nobody waits for a checkpoint that dies as it is loaded.
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from taut_deploy.diagnose.entry_values import kinds_of
+
 if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationArgs
 
@@ -60,9 +62,8 @@ def of_group(weights: "QuantizationArgs", inputs: "QuantizationArgs | None") -> 
         weights: of the group.
         inputs: of the group, None for inputs in 16 bits.
     """
-    parts = [part for part in (weights, inputs) if part is not None]
-    match [(str(getattr(part.type, "value", part.type)), part.num_bits) for part in parts]:
-        case [("int", bits)]:
+    match kinds_of(weights, inputs):
+        case [("int", int(bits))]:
             return _integers_alone(bits, weights.group_size, zero_points=not weights.symmetric)
         case [("int", 4), ("float", 8)] if weights.group_size != _INT4_BY_FP8_GROUP:
             return Unserved("vLLM's INT4 × FP8 product takes groups of 128 alone")

@@ -29,11 +29,24 @@ _GROUP_SIZES = (128, 64, 32)
 _Make = Callable[[Quantize, int | None, torch.dtype], WeightFormat]
 
 
-def _weights_alone(stage: Quantize, group_size: int | None, dtype: torch.dtype) -> WeightFormat:
+def weights_alone(
+    bits: int, group_size: int | None, dtype: torch.dtype, *, symmetric: bool = True
+) -> PackedIntegerFormat:
+    """The format of integer weights whose inputs stay in 16 bits.
+
+    Args:
+        bits: of a weight.
+        group_size: weights a scale covers along K; None for one scale a row.
+        dtype: of the scales.
+        symmetric: False adds zero points.
+    """
     # Of 8 bits one code more is worth nothing; what activations multiply is left to their kernels.
-    signed = stage.symmetric and stage.num_bits < 8
-    spec = GridSpec(stage.num_bits, group_size, stage.symmetric, dtype, signed)
-    return PackedIntegerFormat(stage.scheme, spec, Activations())
+    spec = GridSpec(bits, group_size, symmetric, dtype, signed_scales=symmetric and bits < 8)
+    return PackedIntegerFormat(f"W{bits}A16", spec, Activations())
+
+
+def _integer_weights(stage: Quantize, group_size: int | None, dtype: torch.dtype) -> WeightFormat:
+    return weights_alone(stage.num_bits, group_size, dtype, symmetric=stage.symmetric)
 
 
 def _int8_by_int8(stage: Quantize, group_size: int | None, dtype: torch.dtype) -> WeightFormat:
@@ -91,10 +104,10 @@ def _require_bfloat16(stage: Quantize, dtype: torch.dtype) -> None:
 
 FORMATS: dict[str, _Make] = {
     "W8A8": _int8_by_int8,
-    "W4A16": _weights_alone,
-    "W8A16": _weights_alone,
-    "W3A16": _weights_alone,
-    "W2A16": _weights_alone,
+    "W4A16": _integer_weights,
+    "W8A16": _integer_weights,
+    "W3A16": _integer_weights,
+    "W2A16": _integer_weights,
     "W4A8": _int4_by_int8,
     "W4AFP8": _int4_by_fp8,
     "FP8": _fp8_by_fp8,

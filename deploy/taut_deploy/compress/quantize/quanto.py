@@ -13,11 +13,11 @@ import torch
 
 from taut_deploy.compress.formats.activations import Activations
 from taut_deploy.compress.formats.float8 import Float8Format
-from taut_deploy.compress.formats.integer import PackedIntegerFormat
 from taut_deploy.compress.formats.protocol import WeightFormat
+from taut_deploy.compress.formats.registry import weights_alone
 from taut_deploy.compress.layers_at_once import solve_layers
 from taut_deploy.compress.quantize.float8 import Float8Spec, Float8Weight
-from taut_deploy.compress.quantize.grid import GridSpec, QuantizedWeight
+from taut_deploy.compress.quantize.grid import QuantizedWeight
 from taut_deploy.compress.quantize.joined import format_of
 from taut_deploy.compress.quantize.protocol import Codes
 from taut_deploy.compress.state import BlockState, LayerState
@@ -36,7 +36,7 @@ def quanto_format(stage: Quanto, input_sizes: Collection[int], dtype: torch.dtyp
     """
     del input_sizes
     if stage.weights == "int8":
-        return PackedIntegerFormat("W8A16", GridSpec(8, None, True, dtype), Activations())
+        return weights_alone(8, None, dtype)
     return Float8Format("FP8A16", Float8Spec(dtype), Activations())
 
 

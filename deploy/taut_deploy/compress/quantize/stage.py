@@ -49,10 +49,9 @@ def quantized_format(
 
 
 def _is_learned(spec: Any) -> bool:
-    # Scales that layers share would have to move together.
-    shared = isinstance(spec, Float8TensorSpec)
-    by_channel = isinstance(spec, Float8Spec) and spec.block is None and not shared
-    return isinstance(spec, GridSpec) or by_channel
+    if isinstance(spec, Float8TensorSpec):  # scales that layers share would have to move together
+        return False
+    return isinstance(spec, GridSpec) or (isinstance(spec, Float8Spec) and spec.block is None)
 
 
 def quantize(state: BlockState, index: int, stage: Quantize) -> None:
