@@ -13,11 +13,12 @@ from safetensors.torch import load_file, save_file
 from tiny_models import edit_json
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from taut_deploy.checkpoint import Golden
+from taut_deploy.checkpoint import Golden, read_manifest
 from taut_deploy.compress.driver import CompressionJob
 from taut_deploy.compress.formats.activations import Int8PerToken
 from taut_deploy.compress.job import open_stream, stored_dtype
 from taut_deploy.compress.plan import formats_of, treatments_of
+from taut_deploy.diagnose.layers import manifest_layers
 
 
 def stored(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -27,6 +28,30 @@ def stored(checkpoint: Path) -> dict[str, torch.Tensor]:
     for name, shard in index["weight_map"].items():
         tensors[name] = load_file(checkpoint / shard)[name]
     return tensors
+
+
+def scales_of(checkpoint: Path, leaf: str) -> dict[str, float]:
+    """The scale of each layer, which has one, by full name."""
+    return {
+        name.removesuffix(f".{leaf}"): float(value)
+        for name, value in stored(checkpoint).items()
+        if name.endswith(f".{leaf}")
+    }
+
+
+def assert_joined_layers_share(scales: dict[str, float]) -> None:
+    """Of a Llama of two blocks: what vLLM joins into one layer has one scale."""
+    assert len(scales) == 14
+    for index in range(2):
+        block = f"model.layers.{index}"
+        assert len({scales[f"{block}.self_attn.{part}_proj"] for part in "qkv"}) == 1
+        assert len({scales[f"{block}.mlp.{part}_proj"] for part in ("gate", "up")}) == 1
+
+
+def layers_seen(checkpoint: Path):
+    """What the doctor sees of a checkpoint of ours: N, K and scheme by full name."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    return manifest_layers(checkpoint, read_manifest(checkpoint), config)
 
 
 def round_as_compressed_tensors(x: torch.Tensor) -> torch.Tensor:

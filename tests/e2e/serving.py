@@ -56,15 +56,18 @@ class Served:
         )
 
 
-def run_taut(*words: str | Path, timeout_s: float) -> subprocess.CompletedProcess[str]:
-    """Run a ``taut`` command on files alone: it asks no hub."""
+def run_taut(
+    *words: str | Path, timeout_s: float, home: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a ``taut`` command on files alone, it asks no hub; ``home`` is another TAUT_HOME."""
+    homes = {} if home is None else {"TAUT_HOME": str(home)}
     return subprocess.run(
         [sys.executable, "-m", "taut_deploy", *map(str, words)],
         capture_output=True,
         text=True,
         timeout=timeout_s,
         check=False,
-        env={**os.environ, "PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1"},
+        env={**os.environ, "PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1", **homes},
     )
 
 

@@ -3,33 +3,22 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import psutil
 import pytest
-from serving import Served, post, status_of
+from serving import Served, post, run_taut, status_of
 
 from taut_deploy.ports import free_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.timeout(900)]
 
 
-def test_a_detached_serve_is_listed_logged_and_stopped(
-    served: Served, environment: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_detached_serve_is_listed_logged_and_stopped(served: Served, tmp_path: Path) -> None:
     port = free_port()
 
     def taut(*words: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "taut_deploy", *words],
-            capture_output=True,
-            text=True,
-            timeout=600,
-            check=False,
-            env={**environment, "TAUT_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"},
-        )
+        done = run_taut(*words, timeout_s=600, home=tmp_path / "home")
         assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
         return done.stdout + done.stderr
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import json
 
 import pytest
 import torch
-from stood_for import dequantised_model, logits_of, stored
+from stood_for import (
+    assert_joined_layers_share,
+    dequantised_model,
+    layers_seen,
+    logits_of,
+    scales_of,
+)
 from tiny_models import job_for, recipe_data, write_calibration_text, write_llama
 from transformers import AutoModelForCausalLM
 
@@ -15,7 +20,6 @@ from taut_deploy.compress import driver
 from taut_deploy.compress.formats.registry import weight_format
 from taut_deploy.compress.quantize import gptq
 from taut_deploy.compress.quantize.float4 import Float4Spec, Float4Weight, round_fp4
-from taut_deploy.diagnose.layers import manifest_layers
 from taut_deploy.errors import RecipeError
 from taut_deploy.recipe import Quantize
 from taut_deploy.validate.checkpoint_source import CheckpointSource
@@ -134,8 +138,7 @@ def test_stock_transformers_computes_what_the_checkpoint_stands_for(scheme, room
     request = job_for(room / "model", data, tmp_path / "out")
     manifest = driver.compress(request)
     assert (manifest.scheme, manifest.bits) == (scheme, 4)
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    seen = manifest_layers(tmp_path / "out", manifest, config)["model.layers.0.mlp.down_proj"]
+    seen = layers_seen(tmp_path / "out")["model.layers.0.mlp.down_proj"]
     assert (seen[:2], seen[2].name) == ((64, 128), scheme)
     # The weights are exact in bf16, so that both multiply the same numbers.
     model = dequantised_model(request)
@@ -148,20 +151,7 @@ def test_stock_transformers_computes_what_the_checkpoint_stands_for(scheme, room
     assert 0 < lost < 0.5 * base.norm()
     assert torch.equal(theirs, ours)
     if scheme == "NVFP4A16":
-        assert_joined_layers_share_their_global_scale(stored(tmp_path / "out"))
-
-
-def assert_joined_layers_share_their_global_scale(tensors):
-    scales = {
-        name.removesuffix(".weight_global_scale"): float(value)
-        for name, value in tensors.items()
-        if name.endswith(".weight_global_scale")
-    }
-    assert len(scales) == 14
-    for i in range(2):
-        attention, mlp = f"model.layers.{i}.self_attn.", f"model.layers.{i}.mlp."
-        assert len({scales[attention + leaf] for leaf in ("q_proj", "k_proj", "v_proj")}) == 1
-        assert len({scales[mlp + leaf] for leaf in ("gate_proj", "up_proj")}) == 1
+        assert_joined_layers_share(scales_of(tmp_path / "out", "weight_global_scale"))
 
 
 def test_the_global_scale_of_joined_layers_suits_the_largest_of_them():

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
-from stood_for import dequantised_model, logits_of
+from stood_for import dequantised_model, layers_seen, logits_of
 from tiny_models import job_for, recipe_data, write_calibration_text, write_llama
 from transformers import AutoModelForCausalLM
 
@@ -15,7 +13,6 @@ from taut_deploy.compress.formats.activations import Float8Dynamic
 from taut_deploy.compress.formats.registry import weight_format
 from taut_deploy.compress.quantize import gptq
 from taut_deploy.compress.quantize.float8 import Float8Spec
-from taut_deploy.diagnose.layers import manifest_layers
 from taut_deploy.errors import RecipeError
 from taut_deploy.recipe import Quantize
 
@@ -112,9 +109,8 @@ def test_stock_transformers_computes_what_the_checkpoint_stands_for(tmp_path):
     text = write_calibration_text(tmp_path / "text.txt")
     data = recipe_data(text, scheme="FP8-BLOCK", group_size=None, algorithm="rtn")
     request = job_for(model, data, tmp_path / "out")
-    manifest = driver.compress(request)
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    seen = manifest_layers(tmp_path / "out", manifest, config)["model.layers.0.mlp.down_proj"]
+    driver.compress(request)
+    seen = layers_seen(tmp_path / "out")["model.layers.0.mlp.down_proj"]
     assert (seen[:2], seen[2].name) == ((256, 384), "FP8 by blocks")
     ours = logits_of(dequantised_model(request))
     theirs = logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval())

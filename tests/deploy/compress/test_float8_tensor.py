@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
-from stood_for import dequantised_model, logits_of, stored
+from stood_for import (
+    assert_joined_layers_share,
+    dequantised_model,
+    layers_seen,
+    logits_of,
+    scales_of,
+    stored,
+)
 from tiny_models import job_for, recipe_data, write_calibration_text, write_llama
 from transformers import AutoModelForCausalLM
 
-from taut_deploy.checkpoint import read_manifest
 from taut_deploy.compress import driver
 from taut_deploy.compress.formats.registry import weight_format
 from taut_deploy.compress.quantize.float8 import Float8TensorSpec, round_fp8
 from taut_deploy.compress.train.distil import DistilJob, distil
 from taut_deploy.compress.train.settings import TrainSettings
-from taut_deploy.diagnose.layers import manifest_layers
 from taut_deploy.models.store import describe_directory
 from taut_deploy.recipe import Quantize
 
@@ -70,27 +73,12 @@ def test_the_library_reads_what_is_stored():
     assert found.stored_bytes(16, 32) == sum(tensor.nbytes for tensor in packed.values())
 
 
-def scales_of(path, leaf):
-    return {
-        name.removesuffix(f".{leaf}"): float(value)
-        for name, value in stored(path).items()
-        if name.endswith(f".{leaf}")
-    }
-
-
-def assert_joined_layers_share(scales):
-    assert len(scales) == 14
-    for index in range(2):
-        block = f"model.layers.{index}"
-        assert len({scales[f"{block}.self_attn.{part}_proj"] for part in "qkv"}) == 1
-        assert len({scales[f"{block}.mlp.{part}_proj"] for part in ("gate", "up")}) == 1
-    assert len(set(scales.values())) > 2
-
-
 def test_joined_layers_share_both_scales(room):
     """vLLM has one of each for them, and would round weights again to the largest."""
-    assert_joined_layers_share(scales_of(room / "out", "weight_scale"))
-    assert_joined_layers_share(scales_of(room / "out", "input_scale"))
+    for leaf in ("weight_scale", "input_scale"):
+        scales = scales_of(room / "out", leaf)
+        assert_joined_layers_share(scales)
+        assert len(set(scales.values())) > 2
 
 
 def test_stock_transformers_computes_what_the_checkpoint_stands_for(room):
@@ -108,9 +96,7 @@ def test_stock_transformers_computes_what_the_checkpoint_stands_for(room):
 def test_the_doctor_knows_schemes_of_fixed_inputs_as_fp8(scheme, room, tmp_path):
     data = recipe_data(room / "text.txt", scheme=scheme, group_size=None, algorithm="rtn")
     driver.compress(job_for(room / "model", data, tmp_path / "out"))
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    layers = manifest_layers(tmp_path / "out", read_manifest(tmp_path / "out"), config)
-    assert layers["model.layers.0.mlp.down_proj"][2].name == "FP8"
+    assert layers_seen(tmp_path / "out")["model.layers.0.mlp.down_proj"][2].name == "FP8"
 
 
 def test_training_moves_weights_and_leaves_the_scales_that_layers_share(room, tmp_path):

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import pytest
 import torch
 from safetensors.torch import load_file
-from stood_for import dequantised_model, logits_of, round_as_compressed_tensors
+from stood_for import dequantised_model, layers_seen, logits_of, round_as_compressed_tensors
 from tiny_blocks import make_block
 from tiny_models import job_for, recipe_data, w8a8_data
 from transformers import AutoModelForCausalLM
@@ -18,7 +18,6 @@ from taut_deploy.compress import driver
 from taut_deploy.compress.block import compress_block
 from taut_deploy.compress.resolve import resolve
 from taut_deploy.compress.stages import BLOCK_STAGES, BlockStage
-from taut_deploy.diagnose.layers import manifest_layers
 from taut_deploy.errors import ModelError, RecipeError
 from taut_deploy.files import sha256_file
 from taut_deploy.recipe import Order, Quantize, Recipe, StageModel, load_recipe, matches
@@ -276,8 +275,7 @@ def test_the_doctor_sees_layers_of_other_widths_in_their_own_shape(scheme, room,
     groups = {"group_size": None} if scheme == "FP8" else {}
     data = with_stages(room, {k: v for k, v in quantize(scheme, **groups).items() if v is not None})
     driver.compress(job_for(room / "model", data, tmp_path / "out"))
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    found = manifest_layers(tmp_path / "out", read_manifest(tmp_path / "out"), config)
+    found = layers_seen(tmp_path / "out")
     assert found["model.layers.0.mlp.down_proj"][:2] == (64, 128)
     assert found["model.layers.0.self_attn.k_proj"][:2] == (32, 64)
     assert found["model.layers.0.mlp.down_proj"][2].name == scheme
@@ -286,7 +284,6 @@ def test_the_doctor_sees_layers_of_other_widths_in_their_own_shape(scheme, room,
 def test_the_doctor_sees_what_no_vllm_loads_of_a_checkpoint_of_ours(room, tmp_path):
     data = with_stages(room, quantize("W3A16"))
     driver.compress(job_for(room / "model", data, tmp_path / "out"))
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    found = manifest_layers(tmp_path / "out", read_manifest(tmp_path / "out"), config)
+    found = layers_seen(tmp_path / "out")
     name = "model.layers.0.mlp.down_proj"
     assert str(found[name][2].unserved.why(name, "cuda")).startswith("vLLM reads weights of 3 bits")
