@@ -35,7 +35,7 @@ from taut_deploy.commands.output import printable
 from taut_deploy.errors import TautError
 from taut_deploy.idle_threads import let_threads_sleep
 from taut_deploy.out_of_memory import describe, where_memory_is_over
-from taut_deploy.versions import versions_line
+from taut_deploy.versions import installed, versions_line
 
 app = typer.Typer(
     name="taut",
@@ -102,6 +102,7 @@ def main(arguments: list[str] | None = None) -> int:
     warnings.filterwarnings("ignore", category=FutureWarning)
     let_threads_sleep()
     try:
+        _require_installed()
         # Outside standalone mode typer returns the code of a raised Exit (130 after Ctrl-C).
         code = app(args=given or ["--help"], standalone_mode=False) or 0
     except (KeyboardInterrupt, typer.Abort):
@@ -117,6 +118,18 @@ def main(arguments: list[str] | None = None) -> int:
     if code == EXIT_INTERRUPTED:
         sys.stderr.write("taut: interrupted; run the same command again to go on\n")
     return int(code)
+
+
+def _require_installed() -> None:
+    """Refuse a checkout that is only on the module path.
+
+    vLLM would find no plugin there, and results could not name the version that made them.
+
+    Raises:
+        TautError: as said.
+    """
+    if not installed(["taut"]):
+        raise TautError("taut is on the module path, but not installed: pip install it here")
 
 
 def _of_the_machine(error: Exception) -> str | None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from taut_bench import cuda_device
 from taut_bench.engine_measure import BATCHES, CONTEXTS, JIT_MONITOR, Settings
 from taut_bench.engine_models import ENGINE_MODELS
-from taut_bench.engine_modes import MODES
+from taut_bench.engine_modes import MODES, unready
 from taut_bench.engine_process import (
     EngineEndedError,
     EngineProcess,
@@ -189,6 +189,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         place = arguments.checkpoint, arguments.worker
         serve(arguments.channel, *place, settings, arguments.profile_to)
         return 0
+    modes = arguments.mode or TIMED_MODES
+    if unready(modes):
+        return 2
     from taut_bench import engine_checkpoint, report
 
     arguments.output.mkdir(parents=True, exist_ok=True)
@@ -202,7 +205,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             engine_checkpoint.write(checkpoint, arguments.scheme, sizes)
             torch.cuda.empty_cache()
         path = arguments.output / f"{_name(arguments)}.csv"
-        modes = arguments.mode or TIMED_MODES
         extra = {"profile": arguments.profile, "turns": arguments.turns}
         return run(checkpoint, modes, settings, facts, path, **extra)
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from taut_kernels.vllm_plugin import selfcheck
 
 MODES = (
     "off",
@@ -52,6 +55,25 @@ def engine_options(mode: str, batches: Sequence[int]) -> dict[str, Any]:
         backend = decode_attention.engine_options(gpu, kernels)["--attention-backend"]
         arguments["attention_backend"] = backend
     return arguments
+
+
+def unready(modes: Sequence[str]) -> bool:
+    """Say in one line why vLLM would not run our kernels here, where a mode asks for them.
+
+    vLLM goes on without a plugin that it does not find: stock would be measured under our name.
+
+    Args:
+        modes: each one of :data:`MODES`.
+
+    Returns:
+        Whether it would not.
+    """
+    if all(mode == "off" for mode in modes):
+        return False
+    reason = selfcheck.why_not_ready(os.environ.get("VLLM_PLUGINS"))
+    if reason is not None:
+        sys.stderr.write(f"error: {reason}\n")
+    return reason is not None
 
 
 def environment(mode: str, report: Path) -> dict[str, str]:

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from taut_bench import cuda_device
-from taut_bench.engine_modes import MODES, engine_options, environment
+from taut_bench.engine_modes import MODES, engine_options, environment, unready
 from taut_bench.greedy_report import Answers, floors_of, report
 
 _OPS: dict[str, Any] = {
@@ -218,6 +218,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if arguments.worker:
         return _work(arguments)
+    if unready(arguments.mode or ["require"]):
+        return 2
     arguments.output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         checkpoint = arguments.checkpoint

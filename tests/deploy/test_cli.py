@@ -84,6 +84,12 @@ def run(room, monkeypatch, call_taut):
     return call_taut
 
 
+def test_a_checkout_that_is_only_on_the_path_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(cli, "installed", lambda names: {})
+    assert cli.main(["model", "list"]) == 2
+    assert "not installed: pip install it" in capsys.readouterr().err
+
+
 def test_json_of_a_compression_is_all_of_stdout(room, tmp_path, fork_taut):
     arguments = ["compress", "model", "--recipe", "recipe.yaml", "--json"]
     output = str(tmp_path / "out")

@@ -20,6 +20,7 @@ from taut_bench import (
     engine_models,
     engine_modes,
     engine_turns,
+    greedy,
     report,
     w4a16,
 )
@@ -41,6 +42,26 @@ def test_without_a_gpu_the_command_says_so(
 ) -> None:
     assert module.main(["--output", str(tmp_path)]) == 2  # type: ignore[attr-defined]
     assert "needs a CUDA device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("module", "source"), [(engine, []), (greedy, ["--scheme", "w4a16"])], ids=["engine", "greedy"]
+)
+def test_no_engine_starts_where_vllm_would_not_find_our_kernels(
+    module: Any, source: list[str], tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    monkeypatch.setattr(module.cuda_device, "missing", lambda program: False)
+    monkeypatch.setattr(engine_modes.selfcheck, "entry_points", lambda *, group: [])
+    output = tmp_path / "results"
+    assert module.main(["--output", str(output), *source, "--mode", "prefer"]) == 2
+    assert "install taut into this environment" in capsys.readouterr().err
+    assert not output.exists()
+
+
+def test_stock_alone_asks_for_no_plugin(monkeypatch: Any) -> None:
+    monkeypatch.setattr(engine_modes.selfcheck, "entry_points", lambda *, group: [])
+    assert not engine_modes.unready(["off"])
+    assert engine_modes.unready(["off", "prefer"])
 
 
 def test_report_names_the_best_rival_and_the_share(
