@@ -9,7 +9,7 @@ import typer
 from taut_deploy.commands.given_model import announce_code
 from taut_deploy.commands.option_groups import with_groups
 from taut_deploy.commands.options import JsonFlag
-from taut_deploy.commands.output import print_facts, print_json
+from taut_deploy.commands.output import print_facts, print_json, say
 from taut_deploy.commands.validate_options import (
     Access,
     Directories,
@@ -79,7 +79,7 @@ def _recorded(job: ValidationJob, key: Path | None) -> ValidationResult:
     from taut_deploy.validate.record import record, signer_for
 
     signer = signer_for(job, key)
-    result = run_validation(job)
+    result = run_validation(job, say)
     record(job, result, signer)
     return result
 

@@ -45,7 +45,11 @@ def require_judgeable(request: ShrinkRequest) -> TokenizedText:
             f"--policy {job.policy}: requires latency, which checkpoints on disk have none of; "
             "set latency.required to false, and validate the served checkpoint afterwards"
         )
-    plan_tasks(job, policy)
+    for name in plan_tasks(job, policy).undecidable:
+        raise CouldNotValidateError(
+            f"--policy {job.policy}: tasks.{name}: nothing supplies it, so no checkpoint passes; "
+            "give its file in the policy"
+        )
     plan_slices(job, policy)
     usable_device(job.directories.device)
     trusted = job.directories.trust_remote_code

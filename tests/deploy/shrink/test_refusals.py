@@ -142,6 +142,15 @@ def test_a_disk_that_is_too_small(room, run, monkeypatch):
     assert not (room.path / "disk" / "ledger.jsonl").exists()
 
 
+def test_a_policy_that_bounds_a_task_without_a_source(room, run, never_compressed):
+    write_policy(room.path / "tasks.yaml", "tasks", mean_kl={"max": 1.0})
+    with (room.path / "tasks.yaml").open("a") as policy:
+        policy.write("tasks: {mmlu: {recovery: {min: 0.9}}}\n")
+    code, _, err = run(*room.command("tasks", "tasks"))
+    assert code == 2
+    assert "tasks.mmlu: nothing supplies it, so no checkpoint passes; give its file" in err
+
+
 def test_a_policy_that_requires_latency(room, run, never_compressed):
     latency = {"itl_p50_ratio_at_most": 1.05}
     write_policy(room.path / "latency.yaml", "latency", latency=latency, mean_kl={"max": 1.0})

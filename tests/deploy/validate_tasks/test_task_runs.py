@@ -226,6 +226,25 @@ def test_the_command_says_what_broke_and_keeps_what_was_measured(
     assert (kept["complete"], len(kept["text"])) == (False, 4)
 
 
+def test_a_task_without_a_source_is_told_before_anything_is_loaded(folder, tmp_path, monkeypatch):
+    said = []
+
+    def begins(*_):
+        said.append("begins")
+        raise CouldNotValidateError("ends here")
+
+    monkeypatch.setattr("taut_deploy.validate.run.run", begins)
+    file = tmp_path / "p.yaml"
+    file.write_text(
+        LOOSE + "tasks:\n  mmlu: {recovery: {min: 0.9}}\n  any: {recovery: {min: 0.9}}\n"
+        "  mine: {required: false, recovery: {min: 0.9}}\n"
+    )
+    with pytest.raises(CouldNotValidateError, match="ends here"):
+        run_validation(job_for(folder, policy=file, output=tmp_path / "r"), said.append)
+    assert "tasks.mmlu: nothing supplies it, so no verdict is PASS" in said[0]
+    assert said[1:] == ["begins"]
+
+
 def test_the_command_takes_tasks(folder, tmp_path):
     arguments = ["validate", f"--baseline={folder / 'baseline'}"]
     arguments += [f"--candidate={folder / 'baseline'}", f"--policy={folder / 'loose.yaml'}"]

@@ -13,6 +13,9 @@ from taut_deploy.validate.tasks.harness_given import check_harness_path, require
 from taut_deploy.validate.tasks.items import TaskFile, read_task
 from taut_deploy.validate.tasks.packaged import PACKAGED, packaged_task, require_packaged
 
+NO_SOURCE = "give its file in the policy, with --task, or its name with --lm-eval"
+"""What to do about a task that a policy bounds and nothing supplies."""
+
 
 @dataclass(frozen=True, slots=True)
 class TaskPlan:
@@ -27,6 +30,11 @@ class TaskPlan:
     files: tuple[tuple[TaskFile, TaskBounds], ...]
     harness: tuple[tuple[str, TaskBounds], ...]
     missing: tuple[tuple[str, TaskBounds], ...]
+
+    @property
+    def undecidable(self) -> tuple[str, ...]:
+        """Missing tasks without which no verdict can be PASS."""
+        return tuple(name for name, bounds in self.missing if bounds.required and bounds.limits)
 
 
 def plan_tasks(job: ValidationJob, policy: Policy) -> TaskPlan:

@@ -13,11 +13,9 @@ from taut_deploy.validate.partial import Partial
 from taut_deploy.validate.tasks.answers import ItemScore, TaskAnswers, Writer, answer_item
 from taut_deploy.validate.tasks.items import Item, TaskFile
 from taut_deploy.validate.tasks.judged import PART, ask_until_decided, shuffled
-from taut_deploy.validate.tasks.plan import TaskPlan
+from taut_deploy.validate.tasks.plan import NO_SOURCE, TaskPlan
 from taut_deploy.validate.tasks.section import INTERVAL, task_section
 from taut_deploy.validate.text import Tokenizer
-
-_NO_SOURCE = "give its file in the policy, with --task, or its name with --lm-eval"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +64,7 @@ def compare_tasks(
             sections[name] = section
             rules += judged
     for name, bounds in plan.missing:
-        rules += unmeasured_bounds(PART, name, bounds, _NO_SOURCE)
+        rules += unmeasured_bounds(PART, name, bounds, NO_SOURCE)
     adjusted = holm_adjusted({name: one["mcnemar_p"] for name, one in sections.items()})
     for name, value in adjusted.items():
         sections[name]["mcnemar_p_holm"] = value
