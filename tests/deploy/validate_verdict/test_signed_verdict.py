@@ -243,8 +243,8 @@ def test_a_manifest_that_changes_on_the_way_gets_no_verdict(folder, checkpoint, 
 
     run = command.run_validation
 
-    def changing(job):
-        result = run(job)
+    def changing(job, say):
+        result = run(job, say)
         rewritten(checkpoint, lambda data: data.update(name="another"))
         return result
 
