@@ -208,6 +208,7 @@ def test_the_8b_shape_is_written_asked_and_gone(
         return Engine()
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(greedy, "unready", lambda modes: False)
     monkeypatch.setattr("torch.cuda.empty_cache", lambda: None)
     monkeypatch.setattr(engine_checkpoint, "write", write)
     monkeypatch.setattr(greedy.subprocess, "Popen", start)
@@ -243,6 +244,7 @@ def test_engines_that_fail_are_named_and_leave_their_logs(
         poll = wait
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(greedy, "unready", lambda modes: False)
     monkeypatch.setattr(greedy.subprocess, "Popen", Engine)
     assert greedy.main(["--checkpoint", str(tmp_path), "--output", str(tmp_path)]) == 1
     said = capsys.readouterr().err
@@ -273,6 +275,7 @@ def test_an_interrupted_comparison_ends_its_engines(
             return 0
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(greedy, "unready", lambda modes: False)
     monkeypatch.setattr(greedy.subprocess, "Popen", Engine)
     with pytest.raises(KeyboardInterrupt):
         greedy.main(["--checkpoint", str(tmp_path), "--output", str(tmp_path)])
