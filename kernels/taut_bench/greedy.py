@@ -210,6 +210,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     parser = _parser()
     arguments = parser.parse_args(argv)
+    arguments.mode = arguments.mode or ["require"]
     if arguments.scheme and arguments.text:
         parser.error("--text: random weights have no tokenizer")
     if arguments.layers is not None and (arguments.checkpoint or arguments.layers < 1):
@@ -218,7 +219,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if arguments.worker:
         return _work(arguments)
-    if unready(arguments.mode or ["require"]):
+    if unready(arguments.mode):
         return 2
     arguments.output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
@@ -281,7 +282,7 @@ def _compare(checkpoint: Path, arguments: argparse.Namespace, scratch: Path) -> 
     """Let all modes answer at the same time, and report."""
     from taut_bench.report import environment as facts
 
-    asked = arguments.mode or ["require"]
+    asked = arguments.mode
     floors = [other for other in _OTHERS if any(other in floors_of(mode) for mode in asked)]
     found = _answers_of(("off", *floors, *asked), checkpoint, arguments, scratch)
     if found is None:
