@@ -10,7 +10,8 @@ from tiny_inputs import correlated
 
 from taut_deploy.compress.quantize import gptq
 from taut_deploy.compress.quantize.grid import GridSpec
-from taut_deploy.compress.share.codebook import CodebookSpec, _lloyd, _refit_book, quantize_weight
+from taut_deploy.compress.share.codebook import CodebookSpec, _refit_book, quantize_weight
+from taut_deploy.compress.share.kmeans import weighted_kmeans
 from taut_deploy.compress.share.learned import BookSpec
 
 
@@ -39,10 +40,30 @@ def test_weighted_means_come_near_the_best_of_all_partitions():
         return torch.stack([(costs[p] * values[p]).sum() / costs[p].sum() for p in parts])
 
     best = min(cost_of(means(cuts)) for cuts in itertools.combinations(range(1, 14), 3))
-    assert cost_of(_lloyd(values, costs, 4)) <= 1.3 * best
-    assert cost_of(_lloyd(values, torch.ones(14), 4)) > cost_of(_lloyd(values, costs, 4)), (
-        "costs must matter"
+    weighted, equal = weighted_kmeans(
+        values.expand(2, -1), torch.stack([costs, torch.ones(14)]), entries=4
     )
+    assert cost_of(weighted) <= 1.3 * best
+    assert cost_of(equal) > cost_of(weighted), "costs must matter"
+
+
+def test_blocks_of_rows_get_the_books_they_get_alone():
+    generator = torch.Generator().manual_seed(5)
+    values = torch.randn(6, 200, generator=generator) * torch.arange(1, 7)[:, None]
+    costs = torch.rand(6, 200, generator=generator)
+    together = weighted_kmeans(values, costs, entries=8)
+    alone = [
+        weighted_kmeans(v[None], c[None], entries=8)[0] for v, c in zip(values, costs, strict=True)
+    ]
+    assert torch.equal(together, torch.stack(alone))
+
+
+def test_values_of_no_cost_and_fewer_values_than_entries_leave_finite_rising_books():
+    for values in (torch.zeros(2, 16), torch.tensor([[1.0, -1.0, 0.5]])):
+        for costs in (torch.zeros_like(values), torch.ones_like(values)):
+            book = weighted_kmeans(values, costs, entries=8)
+            assert bool(book.isfinite().all())
+            assert bool((book.diff(dim=1) >= 0).all())
 
 
 @pytest.mark.parametrize(("n", "shared"), [(16, 8), (136, 34)])

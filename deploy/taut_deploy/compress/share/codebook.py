@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from taut_deploy.compress.quantize.gptq import Feedback
+from taut_deploy.compress.share.kmeans import weighted_kmeans
 
-_KMEANS_STEPS = 25
 _LAZY_BLOCK = 128
 _REFIT_ROWS = 64
 """Rows in memory at a time, ``entries`` copies of each."""
@@ -134,48 +134,12 @@ def _scales(weight: torch.Tensor, spec: CodebookSpec) -> torch.Tensor:
 def _kmeans(
     weight: torch.Tensor, importance: torch.Tensor, scale: torch.Tensor, spec: CodebookSpec
 ) -> torch.Tensor:
-    """Weighted Lloyd iterations on the scaled values of each block of rows, [B, entries]."""
+    """Books of the scaled values of each block of rows, [B, entries]."""
     n, k = weight.shape
     wide = scale.float().repeat_interleave(k // scale.shape[1], 1)
     values = (weight / wide).view(n // (spec.rows or n), -1)
     costs = (importance * wide.square()).view_as(values)
-    books = [_lloyd(v, c, spec.entries) for v, c in zip(values, costs, strict=True)]
-    return torch.stack(books).to(spec.stored_dtype)
-
-
-def _lloyd(values: torch.Tensor, costs: torch.Tensor, entries: int) -> torch.Tensor:
-    """The best of several starts: Lloyd's method stops at the nearest optimum, not the least."""
-    ordered, index = values.sort()
-    mass = costs[index].double().cumsum(0)
-    moment = (costs[index].double() * ordered).cumsum(0)
-    zero = torch.zeros(1, dtype=mass.dtype, device=mass.device)
-    mass, moment = torch.cat([zero, mass]), torch.cat([zero, moment])
-    positions = (torch.arange(entries, device=values.device, dtype=torch.float64) + 0.5) / entries
-    # Quantiles of the mass starve the tails, evenly spaced points the middle.
-    by_mass = ordered[torch.searchsorted(mass, positions * mass[-1]).clamp(1, len(ordered)) - 1]
-    even = ordered[0] + positions * (ordered[-1] - ordered[0])
-    best, best_gain = even, -torch.inf
-    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
-        book = share * by_mass.double() + (1 - share) * even
-        for _ in range(_KMEANS_STEPS):
-            sums, weights = _clusters(ordered, mass, moment, book)
-            book = torch.where(weights > 0, sums / weights.clamp(min=1e-30), book).sort().values
-        sums, weights = _clusters(ordered, mass, moment, book)
-        gain = float((2 * sums * book - weights * book.square()).sum())
-        if gain > best_gain:
-            best, best_gain = book, gain
-    return best.float()
-
-
-def _clusters(
-    ordered: torch.Tensor, mass: torch.Tensor, moment: torch.Tensor, book: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Summed cost times value, and summed cost, of the values nearest to each entry."""
-    borders = ((book[1:] + book[:-1]) / 2).to(ordered.dtype)
-    inner = torch.searchsorted(ordered, borders)
-    ends = torch.cat([inner, inner.new_tensor([len(ordered)])])
-    starts = torch.cat([inner.new_zeros(1), inner])
-    return moment[ends] - moment[starts], mass[ends] - mass[starts]
+    return weighted_kmeans(values, costs, spec.entries).to(spec.stored_dtype)
 
 
 def _round_with_feedback(
