@@ -344,14 +344,33 @@ def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(mistake, run):
     assert message in err
 
 
-def test_a_model_that_is_not_there_is_named_before_the_compressor_is_imported(room):
+NO_DEVICE = "--device meta: use cpu"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        ("compress nope --recipe w8a8 --output o", 2, "'nope': no such model"),
+        ("compress model --recipe w8a8 --output o --devices cpu,meta", 2, "'meta' is no device"),
+        ("compress model --recipe w8a8 --output o --device meta", 2, NO_DEVICE),
+        ("distil checkpoint --output o --device meta", 2, NO_DEVICE),
+        ("slim model --output o --depth 0.5 --device meta", 2, NO_DEVICE),
+        ("shrink model --output o --policy p --text t --device meta", 2, NO_DEVICE),
+        ("bench compressors model --output o --text t --device meta", 2, NO_DEVICE),
+        ("bench distil model --output o --text t --train t --device meta", 2, NO_DEVICE),
+        ("validate --baseline a --candidate b --policy p --text t --output o --device meta", 3,
+         NO_DEVICE),
+    ],
+)  # fmt: skip
+def test_what_is_not_there_is_named_before_torch_is_imported(room, arguments, status, message):
     code = (
-        "import sys; from taut_deploy import cli; sys.argv = ['taut', 'compress', 'no-such-model',"
-        " '--recipe', 'w8a8', '--output', 'o']; print(cli.main(), 'torch' in sys.modules)"
+        f"import sys; from taut_deploy import cli; sys.argv = {['taut', *arguments.split()]};"
+        " print(cli.main(), 'torch' in sys.modules)"
     )
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(room))
-    assert done.stdout.split() == ["2", "False"], done.stderr
+    assert message in done.stderr
+    assert done.stdout.split() == [str(status), "False"]
 
 
 def test_the_console_script_refuses_an_altered_checkpoint(room, tmp_path):

@@ -41,6 +41,7 @@ def compressors(
     All get the same calibration tokens and are judged by the same code: perplexity ratio and KL to
     the base on --text. Rows that are in the output are not measured again.
     """
+    require_device(making.device)
     from taut_deploy.bench.compressors import (
         Plan,
         choose_grids,
@@ -51,7 +52,6 @@ def compressors(
     from taut_deploy.bench.compressors_report import RESULTS, markdown
     from taut_deploy.bench.serve_report import describe_run
 
-    require_device(making.device)
     rivals = parse_rivals(rival or [])
     methods = choose_methods(only, rivals)
     work = make_folders(output, making.work, "work")

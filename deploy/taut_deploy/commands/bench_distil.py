@@ -73,12 +73,12 @@ def distil(
     Every student is judged by perplexity ratio and KL to the base. A training text that shares a
     passage with --text is refused. Rows that are in the output are not measured again.
     """
+    require_device(making.device)
     from taut_deploy.bench.distil import Plan, choose_students, measure
     from taut_deploy.bench.distil_report import RESULTS, markdown
     from taut_deploy.bench.distil_texts import parse_text_sets
     from taut_deploy.bench.serve_report import describe_run
 
-    require_device(making.device)
     if (budget.seconds is None) == (budget.tokens is None):
         raise MeasureError("--seconds, --tokens: give one of them, the budget of each training")
     students, sets = choose_students(only), parse_text_sets(train)

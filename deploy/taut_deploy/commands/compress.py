@@ -137,8 +137,6 @@ def _shared(recipe: Recipe, options: SharingOptions) -> tuple[str, tuple[str, ..
     require_device(options.device)
     if not options.workers and options.devices is None:
         return options.device, ()
-    from taut_deploy.compress.by_weights import require_by_weights
-
     flag = "--workers" if options.workers else "--devices"
     if options.workers and options.devices is not None:
         raise OutputError("--workers: processes share the CPU; leave --devices out")
@@ -149,6 +147,8 @@ def _shared(recipe: Recipe, options: SharingOptions) -> tuple[str, tuple[str, ..
     if options.devices is None:
         if blocks is None:
             raise RecipeError(f"{flag}: recipe {recipe.name!r} does nothing block by block")
+        from taut_deploy.compress.by_weights import require_by_weights
+
         require_by_weights(blocks, {})
         return options.device, ()
     if blocks is None and not recipe.of_orders(Order.AFTER):

@@ -1,6 +1,7 @@
 """``--device``, ``--devices`` and ``--served-by``: what computes, and what is to serve."""
 
 import re
+from collections.abc import Sequence
 
 from taut_deploy.diagnose.kernel_choice import CARDS
 from taut_deploy.errors import OutputError, RecipeError
@@ -41,8 +42,6 @@ def parse_devices(text: str) -> tuple[str, ...]:
     Raises:
         OutputError: a device is unknown, not there or named twice.
     """
-    import torch
-
     names = tuple(name.strip() for name in text.split(","))
     for name in names:
         if name != "cpu" and not re.fullmatch(r"cuda:\d+", name):
@@ -54,9 +53,16 @@ def parse_devices(text: str) -> tuple[str, ...]:
     if "cpu" in names and set(names) != {"cpu"}:
         raise OutputError(f"--devices {text}: cards and CPU compute differently; leave cpu out")
     cards = [int(name.removeprefix("cuda:")) for name in names if name != "cpu"]
-    count = torch.cuda.device_count() if cards else 0
-    if (missing := next((card for card in cards if card >= count), None)) is not None:
-        raise OutputError(f"--devices {text}: torch sees {count} cards here, no cuda:{missing}")
     if len(set(cards)) < len(cards):
         raise OutputError(f"--devices {text}: names a card twice; name each once")
+    if cards:
+        _require_cards(text, cards)
     return names
+
+
+def _require_cards(text: str, cards: Sequence[int]) -> None:
+    import torch
+
+    count = torch.cuda.device_count()
+    if (missing := next((card for card in cards if card >= count), None)) is not None:
+        raise OutputError(f"--devices {text}: torch sees {count} cards here, no cuda:{missing}")

@@ -50,9 +50,6 @@ def distil(
     as_json: JsonFlag = False,
 ) -> None:
     """Train a compressed student by its teacher (distillation), or by text alone (QAT)."""
-    from taut_deploy.compress.train.distil import DistilJob
-    from taut_deploy.compress.train.distil import distil as run
-
     require_device(device)
     shared = () if devices is None else parse_devices(devices)
     if shared and device != "cpu":
@@ -61,6 +58,10 @@ def distil(
     target = checked_output(output)
     home = TautHome.from_environment()
     fetch = partial(fetch_model, home, trust_remote_code=trust_remote_code)
+    # Seconds of imports, which no mistake above waits for.
+    from taut_deploy.compress.train.distil import DistilJob
+    from taut_deploy.compress.train.distil import distil as run
+
     job = DistilJob(
         fetch(student),
         None if teacher is None else fetch(teacher),

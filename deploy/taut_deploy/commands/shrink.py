@@ -116,6 +116,7 @@ def shrink(
     Recipes are compressed and validated from the smallest on. Every try is kept in a ledger: the
     same command again goes on, and another policy judges the figures that are there.
     """
+    require_device(machines.device)
     limits = _read_limits(question, search)
     from taut_deploy.attestation import read_signer
     from taut_deploy.bench.serve_report import describe_run
@@ -124,7 +125,6 @@ def shrink(
     from taut_deploy.frontier.walk import search as find
     from taut_deploy.validate.record import sign_recorded
 
-    require_device(machines.device)
     signer = None if question.sign is None else read_signer(question.sign, "--sign")
     recipes, left_out = chosen_recipes(tuple(search.recipe or ()))
     request = _request(question, search, sampling, machines, limits, recipes)

@@ -41,12 +41,13 @@ def slim(
     as_json: JsonFlag = False,
 ) -> None:
     """Make a model narrower or shallower: what matters least on a text is cut out."""
-    from taut_deploy.compress.shrink.shrink import ShrinkJob, shrink
-
     require_device(device)
     target = checked_output(output)
     home = TautHome.from_environment()
     record = fetch_model(home, model, trust_remote_code=trust_remote_code)
+    # Seconds of imports, which no mistake above waits for.
+    from taut_deploy.compress.shrink.shrink import ShrinkJob, shrink
+
     asked = {"depth": depth, "heads": heads, "ffn": ffn, "experts": experts, "hidden": hidden}
     shares = {axis: share for axis, share in asked.items() if share is not None}
     job = ShrinkJob(

@@ -62,6 +62,7 @@ class ValidationJob:
         self.sampling.check()
         self.items.check()
         self.servers.check()
+        self.directories.check()
 
     def settings(self) -> dict[str, str]:
         """Everything that was set, by field, as text: what a digest is made of."""

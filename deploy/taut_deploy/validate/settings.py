@@ -4,6 +4,7 @@ They say nothing of their own range: a job checks them, so that what a command l
 is not held against its user.
 """
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -102,7 +103,7 @@ class Directories:
     """How a model that is a directory is loaded and run.
 
     Args:
-        device: cpu or cuda, for directories.
+        device: cpu, cuda or cuda:N, for directories.
         served: Start a worker for a candidate directory and compare what it serves.
         trust_remote_code: Let Python code in the directories run.
     """
@@ -110,6 +111,16 @@ class Directories:
     device: str = "cpu"
     served: bool = False
     trust_remote_code: bool = False
+
+    def check(self) -> None:
+        """Refuse what is no name of a device, before anything heavy is imported.
+
+        Raises:
+            CouldNotValidateError: naming the flag.
+        """
+        # torch knows more names: on "meta" every model loads, and none computes.
+        if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
+            raise CouldNotValidateError(f"--device {self.device}: use cpu, cuda or cuda:N")
 
 
 @dataclass(frozen=True, kw_only=True)
