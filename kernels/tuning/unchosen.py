@@ -35,12 +35,12 @@ from taut_bench import model_sizes
 from taut_bench.instruments import aot
 from taut_bench.instruments.forms import scaled_mm as scaled_mm_forms
 from taut_bench.instruments.forms import w4a16 as w4a16_forms
+from taut_bench.instruments.recorder import pretended
 from taut_kernels.gemm.scaled_mm import lookup as scaled_mm
 from taut_kernels.gemm.scaled_mm.tile import OPS, ScaledMmTile
 from taut_kernels.gemm.w4a16 import decode_tile, dispatch, lookup
 from taut_kernels.gemm.w4a16.plan import Call
 from taut_kernels.gemm.w4a16.weight_format import DEFAULT
-from taut_kernels.launch.recorder import pretended
 from taut_kernels.launch.tile_tables import Table
 from taut_kernels.tuner.w4a16_candidates import Product, candidates
 from tuning.jit_paths import Paths, statements

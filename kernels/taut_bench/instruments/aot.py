@@ -37,7 +37,7 @@ from taut_bench.instruments.forms import (
     training,
     w4a16,
 )
-from taut_kernels.launch.recorder import KernelVariant
+from taut_bench.instruments.recorder import KernelVariant
 
 FAMILIES = (w4a16, scaled_mm, rowwise, training, loss, attention, primitives)
 SHARED_MEMORY_BYTES = {"sm_80": 163 * 1024, "sm_90": 227 * 1024}

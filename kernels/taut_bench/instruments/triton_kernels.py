@@ -9,7 +9,7 @@ from typing import Any
 from taut_bench.instruments import aot
 from taut_bench.instruments.aot import AotResult
 from taut_bench.instruments.errors import InstrumentError
-from taut_kernels.launch.recorder import KernelVariant
+from taut_bench.instruments.recorder import KernelVariant
 
 KERNELS = {
     "w4a16_gemm": r"w4a16_(decode|wgmma|dequantize|reorder) ",

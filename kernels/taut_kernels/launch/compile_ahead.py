@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Hashable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TypeVar
 
 import triton
 
+from taut_kernels.launch.compile_processes import Compilers
+
 THREADS = min(8, len(os.sched_getaffinity(0)))
-"""Compilers beside each other. Much of what they do holds Python's lock, so that 16 on 16 cores
-bring little more (README, "A first start"), and other ranks of a node have theirs."""
+"""Compilers beside each other, and processes that they may let compile; other ranks have theirs."""
 Result = TypeVar("Result")
 
 _seen: set[Hashable] = set()
@@ -31,7 +31,7 @@ def _asking() -> Iterator[None]:
     global active  # noqa: PLW0603 (what every launch reads is cheapest as a module's name)
     # An error is the second run's, which compiles that form again, to raise.
     with (
-        ThreadPoolExecutor(THREADS) as pool,
+        Compilers(THREADS) as pool,
         triton.AsyncCompileMode(pool, ignore_errors=True),
     ):
         active = True

@@ -12,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 
 from taut_bench.instruments import aot
 from taut_bench.instruments.forms import attention, scaled_mm, w4a16
-from taut_kernels.launch.recorder import KernelVariant
+from taut_bench.instruments.recorder import KernelVariant
 
 WEIGHTS = {"qweight_ptr", "scales_ptr", "zeros_ptr", "w_desc"}
 READS = ("ld.", "cp.async.")

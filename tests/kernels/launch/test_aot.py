@@ -14,8 +14,8 @@ import pytest
 
 from taut_bench.instruments import aot
 from taut_bench.instruments.forms import w4a16
+from taut_bench.instruments.recorder import KernelVariant, variants_of
 from taut_kernels.gemm.w4a16.ring_tile import WgmmaRingTile
-from taut_kernels.launch.recorder import KernelVariant, variants_of
 
 EVERY = int(os.environ.get("TAUT_AOT_EVERY", "0"))
 """0 compiles some 360; 5 every form and size and a fifth of all, some 1,060; 1 all 2,100, as `make

@@ -15,10 +15,10 @@ from triton.backends.compiler import GPUTarget
 
 from taut_bench.instruments import aot
 from taut_bench.instruments.forms import rowwise
+from taut_bench.instruments.recorder import KernelVariant
 from taut_kernels.activation import silu_mul, silu_mul_launch
 from taut_kernels.gemm.scaled_mm import op_int8 as w8a8
 from taut_kernels.launch import early_start, launcher
-from taut_kernels.launch.recorder import KernelVariant
 from taut_kernels.norm import rms_norm, rms_norm_launch
 from taut_kernels.rope import op as rope
 from taut_kernels.rope import rope_launch

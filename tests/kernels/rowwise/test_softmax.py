@@ -12,7 +12,7 @@ import triton
 from taut_bench import testing
 from taut_bench.instruments import aot
 from taut_bench.instruments.forms import training
-from taut_kernels.launch.recorder import variants_of
+from taut_bench.instruments.recorder import variants_of
 from taut_kernels.loss import softmax as sm
 from taut_kernels.loss.softmax import softmax
 from taut_kernels.rowwise import training_tiles

@@ -21,6 +21,7 @@ from triton.backends.compiler import GPUTarget
 from taut_bench import testing
 from taut_bench.instruments import aot
 from taut_bench.instruments.forms import w4a16 as w4a16_forms
+from taut_bench.instruments.recorder import variants_of
 from taut_kernels.gemm.w4a16 import dense
 from taut_kernels.gemm.w4a16 import dispatch as w4a16_launch
 from taut_kernels.gemm.w4a16 import layout as formats_mma
@@ -32,7 +33,6 @@ from taut_kernels.gemm.w4a16.portable_kernel import w4a16_wgmma_kernel
 from taut_kernels.gemm.w4a16.portable_ptx import convert_ptx
 from taut_kernels.gemm.w4a16.weight_format import DEFAULT, WeightFormat
 from taut_kernels.launch import launcher
-from taut_kernels.launch.recorder import variants_of
 
 DTYPES = (torch.float16, torch.bfloat16)
 TILES = {

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from taut_bench.instruments.recorder import BOTH, HOPPER, KernelCall, KernelVariant, each_once
 from taut_kernels.attention import tiles
 from taut_kernels.attention.arguments import HEAD_DIMS, padded_dim
 from taut_kernels.attention.cache_arguments import EIGHT_BIT
@@ -30,7 +31,6 @@ from taut_kernels.attention.prefill.portable_backward_kernel import (
 )
 from taut_kernels.attention.prefill.portable_kernel import attention_kernel
 from taut_kernels.attention.tile import AttentionTile, DecodeTile, HopperTile
-from taut_kernels.launch.recorder import BOTH, HOPPER, KernelCall, KernelVariant, each_once
 
 _MASKS = ((False, 0), (True, 0), (True, 5))
 """Causal, and the window."""

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from taut_kernels.launch.recorder import HOPPER, KernelCall, KernelVariant, each_once
+from taut_bench.instruments.recorder import HOPPER, KernelCall, KernelVariant, each_once
 from taut_kernels.loss import (
     block_softmax,
     cross_entropy_ring,

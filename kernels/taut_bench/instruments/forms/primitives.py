@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from taut_kernels.launch.recorder import HOPPER, KernelCall, KernelVariant, each_once
+from taut_bench.instruments.recorder import HOPPER, KernelCall, KernelVariant, each_once
 from taut_kernels.primitives import (
     conv2d_launch,
     conv2d_tiles,

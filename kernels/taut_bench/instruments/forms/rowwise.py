@@ -13,13 +13,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from taut_bench.instruments.recorder import BOTH, HOPPER, KernelCall, KernelVariant, each_once
 from taut_kernels.activation import silu_mul_launch
 from taut_kernels.activation.silu_mul_kernel import (
     silu_mul_kernel,
     silu_mul_quant_kernel,
     silu_mul_quant_long_kernel,
 )
-from taut_kernels.launch.recorder import BOTH, HOPPER, KernelCall, KernelVariant, each_once
 from taut_kernels.norm import rms_norm_launch
 from taut_kernels.norm.rms_norm_kernel import rms_norm_kernel, rms_norm_long_kernel
 from taut_kernels.rope import rope_launch

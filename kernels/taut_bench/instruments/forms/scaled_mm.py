@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from taut_bench.instruments.recorder import BOTH, HOPPER, KernelCall, KernelVariant, each_once
 from taut_kernels.gemm.scaled_mm import dispatch, lookup, rule
 from taut_kernels.gemm.scaled_mm import tile as tiles
 from taut_kernels.gemm.scaled_mm.blocks_hopper import is_tall
@@ -26,7 +27,6 @@ from taut_kernels.gemm.scaled_mm.pairs_kernel import scaled_mm_pairs_kernel
 from taut_kernels.gemm.scaled_mm.portable_kernel import scaled_mm_kernel
 from taut_kernels.gemm.scaled_mm.tile import BLOCKS, PAIRS, PREFETCH, ScaledMmTile
 from taut_kernels.gemm.scaled_mm.turns_kernel import scaled_mm_turns_kernel
-from taut_kernels.launch.recorder import BOTH, HOPPER, KernelCall, KernelVariant, each_once
 
 _KERNELS = {
     "ring": scaled_mm_kernel,

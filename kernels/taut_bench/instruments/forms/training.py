@@ -14,9 +14,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from taut_bench.instruments.recorder import HOPPER, KernelCall, KernelVariant, each_once
 from taut_kernels.activation import swiglu_launch
 from taut_kernels.activation.swiglu_kernel import swiglu_backward_kernel, swiglu_kernel
-from taut_kernels.launch.recorder import HOPPER, KernelCall, KernelVariant, each_once
 from taut_kernels.loss import softmax as softmax_op
 from taut_kernels.loss.softmax_kernel import (
     softmax_backward_kernel,

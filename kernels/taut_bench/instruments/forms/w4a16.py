@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from taut_bench.instruments.recorder import BOTH, HOPPER, KernelCall, KernelVariant, each_once
 from taut_kernels.gemm.w4a16 import decode_tile, dense, dispatch, lookup, portable, rule
 from taut_kernels.gemm.w4a16.decode_kernel import w4a16_decode_kernel
 from taut_kernels.gemm.w4a16.decode_ring_kernel import w4a16_decode_ring_kernel
@@ -28,7 +29,6 @@ from taut_kernels.gemm.w4a16.ring_kernel import w4a16_wgmma_ring_kernel
 from taut_kernels.gemm.w4a16.ring_tile import WgmmaRingTile
 from taut_kernels.gemm.w4a16.tma_kernel import w4a16_wgmma_tma_kernel
 from taut_kernels.gemm.w4a16.weight_format import WeightFormat
-from taut_kernels.launch.recorder import BOTH, HOPPER, KernelCall, KernelVariant, each_once
 
 BF16, FP16 = torch.bfloat16, torch.float16
 _NAMES = {BF16: "bf16", FP16: "fp16"}

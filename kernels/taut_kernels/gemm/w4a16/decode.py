@@ -18,7 +18,6 @@ from taut_kernels.gemm.w4a16.decode_kernel import w4a16_decode_kernel
 from taut_kernels.gemm.w4a16.plan import Call, OneProduct, plan_rows
 from taut_kernels.launch import launcher
 
-MAX_M = 16
 _KERNEL = launcher.Launcher(w4a16_decode_kernel)
 
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from triton.runtime.jit import JITFunction
 
-from taut_bench.instruments import aot
+from taut_bench.instruments import aot, recorder
 from taut_bench.instruments.forms import rowwise, training
+from taut_bench.instruments.recorder import KernelCall, variants_of
 from taut_kernels.activation.swiglu_kernel import swiglu_kernel
-from taut_kernels.launch import launcher, recorder
-from taut_kernels.launch.recorder import KernelCall, variants_of
+from taut_kernels.launch import launcher
 from taut_kernels.norm import rms_norm_launch
 from taut_kernels.norm.rms_norm_kernel import rms_norm_kernel
 from taut_kernels.rope.train_kernel import rope_train_kernel

@@ -44,7 +44,7 @@ class KernelVariant:
         options: what the launcher passes to the compiler.
         allowed_spill_bytes: local memory a thread may use; more than 0 only for a measured tile
             that is faster with it (kernels/README.md).
-        assembler: what the launcher compiles in (:mod:`.assembler`).
+        assembler: what the launcher compiles in (:mod:`taut_kernels.launch.assembler`).
     """
 
     label: str
@@ -132,7 +132,7 @@ class _Card:
     def form(
         self, form: Any, grid: Any, pointers: Any, numbers: Any, constants: Any, *_: Any
     ) -> None:
-        """Launch what :class:`.launcher.Form` would, as if it had never been launched."""
+        """Launch what a launcher's form would, as if it had never been launched."""
         self._assembler = form._assembler
         named, options = constants()
         form._kernel[grid](*pointers, *numbers, **named, **options)

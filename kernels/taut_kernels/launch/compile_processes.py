@@ -1,0 +1,161 @@
+"""Compilers in processes of their own, since Triton's front end holds Python's lock.
+
+A helper compiles into Triton's cache on disk, and the thread that asked takes it from there. The
+first form that the cache has not starts the helpers. Until they are there, and where one cannot or
+fails, the thread compiles as it would without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from typing import Any
+
+import triton
+from triton import knobs
+from triton.compiler import ASTSource
+from triton.runtime.cache import triton_key
+from triton.runtime.jit import JITFunction
+
+_WORTH_IT = 4
+"""Fewest compilers that helpers are started for: fewer threads keep so many cores busy."""
+_COMPILED_S = 0.2
+"""CPU time of a thread from which on it has compiled: what the cache has takes milliseconds."""
+_IDLE_S = 120.0
+"""A helper that is asked nothing for so long ends; one that takes as long is given up."""
+
+
+class Compilers(ThreadPoolExecutor):
+    """Threads for :class:`triton.AsyncCompileMode` that let helpers compile."""
+
+    def submit(self, compile_: Callable[[], Any], /) -> Future[Any]:  # type: ignore[override]
+        """Compile a form; ``compile_`` is Triton's, which holds what it compiles in its cells."""
+        return super().submit(_compiled, compile_, self._max_workers)
+
+
+class Helpers:
+    """Processes that compile, each behind a connection on which it says when it is done."""
+
+    def __init__(self, count: int) -> None:
+        pairs = [socket.socketpair() for _ in range(count)]
+        theirs = [end.fileno() for _, end in pairs]
+        command = [sys.executable, "-m", __name__, *map(str, theirs)]
+        # No helper takes memory of a card; modules are found where this process finds them.
+        env = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        self.process = subprocess.Popen(
+            command, env=os.environ | env, pass_fds=theirs, stdin=subprocess.DEVNULL
+        )
+        threading.Thread(target=self.process.wait, daemon=True).start()
+        self.starting = [Connection(ours.detach()) for ours, _ in pairs]
+        self.idle: list[Connection] = []
+        self._choosing = threading.Lock()
+        for _, end in pairs:
+            end.close()
+
+    def compile(self, request: bytes) -> bool:
+        """Have a free helper put a form into the cache; say whether one was free and is done."""
+        with contextlib.suppress(OSError, EOFError):
+            if (free := self._take()) is None:
+                return False
+            free.send_bytes(request)
+            if free.poll(_IDLE_S):
+                free.recv_bytes()
+                self.idle.append(free)
+                return True
+        return False
+
+    def _take(self) -> Connection | None:
+        with self._choosing:
+            for one in [one for one in self.starting if one.poll(0)]:
+                self.starting.remove(one)
+                one.recv_bytes()
+                self.idle.append(one)
+            return self.idle.pop() if self.idle else None
+
+
+_helpers: Helpers | None = None
+_starting = threading.Lock()
+
+
+def _compiled(compile_: Callable[[], Any], count: int) -> Any:
+    global _helpers  # noqa: PLW0603 (of the process, as Triton's cache is)
+    if _helpers is not None and (request := _described(compile_)) is not None:
+        _helpers.compile(request)
+    begun = time.thread_time()
+    result = compile_()
+    if time.thread_time() - begun > _COMPILED_S and count >= _WORTH_IT:
+        with _starting:
+            _helpers = _helpers or Helpers(count)
+    return result
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, JITFunction):
+            return _named, (value.fn.__module__, value.fn.__qualname__)
+        return NotImplemented
+
+
+def _named(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name)
+
+
+def _described(compile_: Callable[[], Any]) -> bytes | None:
+    """What a helper needs to compile the same, or None where this cannot be told."""
+    kept = [cell.cell_contents for cell in compile_.__closure__ or ()]
+    cells = dict(zip(compile_.__code__.co_freevars, kept, strict=True))
+    sink = io.BytesIO()
+    try:
+        source, options = cells["src"], cells["options"].__dict__
+        form = (source.fn, source.signature, source.constants, source.attrs)
+        _Pickler(sink).dump((form, cells["target"], options, cells["env_vars"], knobs.cache.dir))
+    except (AttributeError, KeyError, TypeError, pickle.PicklingError):
+        return None
+    return sink.getvalue()
+
+
+def _serve(connection: Connection) -> None:
+    """Be a helper: compile what is asked for until nobody asks."""
+    with contextlib.suppress(OSError, EOFError):
+        connection.send_bytes(b"")
+        while connection.poll(_IDLE_S):
+            request = connection.recv_bytes()
+            # Whatever goes wrong here, the thread that asked compiles the form and says so.
+            with contextlib.suppress(Exception):
+                form, target, options, env_vars, knobs.cache.dir = pickle.loads(request)  # noqa: S301 (our own parent's)
+                triton.compile(ASTSource(*form), target, options, _env_vars=env_vars)
+            connection.send_bytes(b"")
+
+
+def _main(descriptors: Sequence[int]) -> None:
+    """Import once, and be one helper for each descriptor."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # they end with who asks, not with a Ctrl-C
+    importlib.import_module("taut_kernels.launch.launcher")  # and torch, which kernels import
+    triton_key()  # reads all of Triton: half a second
+    for own in descriptors:
+        if os.fork() == 0:
+            # Where another process had an end, nobody would see that its helper has gone.
+            for other in {*descriptors} - {own}:
+                os.close(other)
+            _serve(Connection(own))
+            os._exit(0)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    for _ in descriptors:
+        os.wait()
+
+
+if __name__ == "__main__":
+    _main([int(one) for one in sys.argv[1:]])
