@@ -3,6 +3,7 @@ path), and keeps the tiny models of these tests on one thread."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -46,8 +47,22 @@ def call_taut(monkeypatch, capfd):
         return code, captured.out, captured.err
 
     # A process that becomes a worker sets variables that it would not come back from.
-    with mock.patch.dict(os.environ):
+    with mock.patch.dict(os.environ), as_quiet_as_a_command():
         yield call
+
+
+@contextlib.contextmanager
+def as_quiet_as_a_command():
+    """Let transformers report what it does where a command imports it: it may have been before."""
+    if "transformers" not in sys.modules:
+        yield
+        return
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    yield
+    logging.set_verbosity(before)
 
 
 @pytest.fixture

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
+from tiny_models import edit_json
 from validate_setup import (
     VOCABULARY,
     job_for,
@@ -138,6 +140,12 @@ def break_weights(models, path):
     return {"candidate": str(perturb(models / "baseline", path / "broken", broken))}
 
 
+def unknown_rotation(models, path):
+    model = shutil.copytree(models / "baseline", path / "turned")
+    edit_json(model / "config.json", rope_scaling={"rope_type": "nope", "factor": 2.0})
+    return {"baseline": str(model), "candidate": str(model)}
+
+
 def break_logits(models, path):
     def broken(name: str, tensor: torch.Tensor) -> torch.Tensor:
         # Finite itself; what is multiplied with it is not.
@@ -215,6 +223,7 @@ def checkpoint_without_a_shard(models, path):
         (lambda m, p: {"baseline": str(p / "gone")}, "--baseline .*gone: no such directory"),
         (lambda m, p: {"candidate": str(p)}, "--candidate .*: no config.json"),
         (break_weights, "candidate .*broken: model.norm.weight holds NaN or infinity"),
+        (unknown_rotation, "turned: cannot be loaded: rope_scaling.rope_type: 'nope'"),
         (break_logits, "candidate .*broken: NaN or infinite logits"),
         (other_vocabulary_size, "the vocabularies differ: 62 in the baseline, 70 in the candidate"),
         (other_tokenizer, "--candidate .*other: its tokenizer differs"),

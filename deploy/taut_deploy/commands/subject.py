@@ -198,7 +198,7 @@ def _load(path: Path, dtype: "torch.dtype | None", device: "torch.device") -> An
     from safetensors import SafetensorError
 
     import taut_deploy.hf  # noqa: F401  registers quant_method taut
-    from taut_deploy.models.pretrained import loading_class
+    from taut_deploy.models.pretrained import loading_class, refusal
 
     try:
         model = loading_class(path).from_pretrained(
@@ -210,7 +210,7 @@ def _load(path: Path, dtype: "torch.dtype | None", device: "torch.device") -> An
         )
     except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
         let_pass(error)
-        raise MeasureError(f"{path}: cannot be loaded: {' '.join(str(error).split())}") from error
+        raise MeasureError(f"{path}: cannot be loaded: {refusal(path, error, 300)}") from error
     return model.to(device).eval()
 
 

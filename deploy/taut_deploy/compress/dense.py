@@ -11,7 +11,7 @@ from taut_deploy.compress.workspace import Workspace
 from taut_deploy.errors import ModelError
 from taut_deploy.files import copy_files, write_json_atomically
 from taut_deploy.models.directory import read_config
-from taut_deploy.models.pretrained import loading_class
+from taut_deploy.models.pretrained import loading_class, refusal
 from taut_deploy.out_of_memory import let_pass
 
 _SHARD_BYTES = 2 << 30
@@ -55,8 +55,7 @@ def load_dense(
         model = _with_attention(read)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         let_pass(error)
-        reason = " ".join(str(error).split())[:160]
-        raise ModelError(f"{directory}: cannot be loaded ({reason})") from error
+        raise ModelError(f"{directory}: cannot be loaded ({refusal(directory, error)})") from error
     return model.to(held_on or device).eval().requires_grad_(False)
 
 

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from taut_deploy.documents import read_json_object
 from taut_deploy.errors import ModelError
-from taut_deploy.models.pretrained import declared_class, generating_class, reason_of
+from taut_deploy.models.pretrained import declared_class, generating_class, refusal
 
 _LARGE = 1 << 18
 """Numbers of a tensor that no buffer has."""
@@ -42,23 +41,11 @@ def empty_model(config: Any, dtype: torch.dtype, *, trust_remote_code: bool = Fa
         model = _build(build, plain, {"dtype": dtype, **options})
     except (ValueError, TypeError, KeyError, AssertionError) as error:
         raise ModelError(
-            f"{_file(plain)}: transformers refuses the model ({_value_at_fault(plain, error)}"
-            f"{reason_of(error, 160)})"
+            f"{_file(plain)}: transformers refuses the model "
+            f"({refusal(Path(_file(plain)).parent, error)})"
         ) from error
     model.tie_weights()
     return model
-
-
-def _value_at_fault(config: Any, error: BaseException) -> str:
-    """Where a word stands that transformers looked up in vain, before the word itself."""
-    file = Path(_file(config))
-    if not isinstance(error, KeyError) or not error.args or not file.is_file():
-        return ""
-    settings = list(read_json_object(file, ModelError).items())
-    for key, value in list(settings):
-        if isinstance(value, dict):
-            settings += [(f"{key}.{name}", one) for name, one in value.items()]
-    return next((f"{key}: " for key, value in settings if value == error.args[0]), "")
 
 
 def no_causal_lm(config: Any, why: str) -> ModelError:

@@ -101,6 +101,25 @@ def reason_of(error: BaseException, limit: int = 200) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
+def refusal(directory: Path, error: BaseException, limit: int = 160) -> str:
+    """What transformers says of a model's directory, on one line.
+
+    A word that it looked up in vain is all that its KeyError says: where ``config.json`` has the
+    word stands before it then.
+    """
+    return _place_of_word(directory / "config.json", error) + reason_of(error, limit)
+
+
+def _place_of_word(file: Path, error: BaseException) -> str:
+    if not isinstance(error, KeyError) or not error.args or not file.is_file():
+        return ""
+    settings = list(read_json_object(file, ModelError).items())
+    for key, value in list(settings):
+        if isinstance(value, dict):
+            settings += [(f"{key}.{name}", one) for name, one in value.items()]
+    return next((f"{key}: " for key, value in settings if value == error.args[0]), "")
+
+
 def _unsupported(directory: Path, document: dict[str, Any], error: BaseException) -> str:
     file, family = directory / "config.json", document.get("model_type")
     if family is None:

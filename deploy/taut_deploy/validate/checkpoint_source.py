@@ -25,7 +25,7 @@ import taut_deploy.hf  # noqa: F401  registers quant_method taut
 from taut_deploy.cpu_products import WideProducts
 from taut_deploy.errors import ModelError
 from taut_deploy.models.directory import require_contained
-from taut_deploy.models.pretrained import loading_class
+from taut_deploy.models.pretrained import loading_class, refusal
 from taut_deploy.models.remote_code import why_code_is_needed
 from taut_deploy.models.values import is_finite
 from taut_deploy.out_of_memory import let_pass
@@ -107,7 +107,7 @@ class CheckpointSource:
         except _LOAD_ERRORS as error:
             let_pass(error)
             needed = why_code_is_needed(self.path) if "trust_remote_code" in str(error) else None
-            message = f"{self.role} {self.path}: cannot be loaded: {one_line(error)}"
+            message = f"{self.role} {self.path}: cannot be loaded: {refusal(self.path, error, 300)}"
             raise CouldNotValidateError(needed or message) from error
         # transformers fills absent tensors with random numbers and only warns.
         for problem in ("missing_keys", "mismatched_keys", "unexpected_keys"):
