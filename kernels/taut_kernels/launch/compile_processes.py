@@ -8,6 +8,7 @@ fails, the thread compiles as it would without.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib
 import io
 import os
@@ -17,7 +18,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
@@ -26,13 +26,12 @@ from typing import Any
 import triton
 from triton import knobs
 from triton.compiler import ASTSource
-from triton.runtime.cache import triton_key
+from triton.compiler.compiler import make_backend
+from triton.runtime.cache import get_cache_key, get_cache_manager, triton_key
 from triton.runtime.jit import JITFunction
 
 _WORTH_IT = 4
 """Fewest compilers that helpers are started for: fewer threads keep so many cores busy."""
-_COMPILED_S = 0.2
-"""CPU time of a thread from which on it has compiled: what the cache has takes milliseconds."""
 _IDLE_S = 120.0
 """A helper that is asked nothing for so long ends; one that takes as long is given up."""
 
@@ -91,14 +90,13 @@ _starting = threading.Lock()
 
 def _compiled(compile_: Callable[[], Any], count: int) -> Any:
     global _helpers  # noqa: PLW0603 (of the process, as Triton's cache is)
-    if _helpers is not None and (request := _described(compile_)) is not None:
-        _helpers.compile(request)
-    begun = time.thread_time()
-    result = compile_()
-    if time.thread_time() - begun > _COMPILED_S and count >= _WORTH_IT:
-        with _starting:
-            _helpers = _helpers or Helpers(count)
-    return result
+    request = _request(compile_) if count >= _WORTH_IT else None
+    if request is not None:
+        with contextlib.suppress(OSError):  # no more processes here: the thread compiles
+            with _starting:
+                _helpers = _helpers or Helpers(count)
+            _helpers.compile(request)
+    return compile_()
 
 
 class _Pickler(pickle.Pickler):
@@ -112,15 +110,21 @@ def _named(module: str, name: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def _described(compile_: Callable[[], Any]) -> bytes | None:
-    """What a helper needs to compile the same, or None where this cannot be told."""
+def _request(compile_: Callable[[], Any]) -> bytes | None:
+    """What a helper needs to compile the same; None for what the cache has or cannot be told."""
     kept = [cell.cell_contents for cell in compile_.__closure__ or ()]
     cells = dict(zip(compile_.__code__.co_freevars, kept, strict=True))
     sink = io.BytesIO()
     try:
-        source, options = cells["src"], cells["options"].__dict__
-        form = (source.fn, source.signature, source.constants, source.attrs)
-        _Pickler(sink).dump((form, cells["target"], options, cells["env_vars"], knobs.cache.dir))
+        source, target, options = cells["src"], cells["target"], cells["options"]
+        key = get_cache_key(source, make_backend(target), options, cells["env_vars"])
+        digest = hashlib.sha256(key.encode()).hexdigest()
+        if get_cache_manager(digest).get_group(f"{source.name[:150]}.json") is not None:
+            return None
+        kernel = source.fn
+        form = (kernel, source.signature, source.constants, source.attrs)
+        told = (target, vars(options), cells["env_vars"], knobs.cache.dir)
+        _Pickler(sink).dump((form, kernel.src, kernel.cache_key, *told))
     except (AttributeError, KeyError, TypeError, pickle.PicklingError):
         return None
     return sink.getvalue()
@@ -134,9 +138,19 @@ def _serve(connection: Connection) -> None:
             request = connection.recv_bytes()
             # Whatever goes wrong here, the thread that asked compiles the form and says so.
             with contextlib.suppress(Exception):
-                form, target, options, env_vars, knobs.cache.dir = pickle.loads(request)  # noqa: S301 (our own parent's)
-                triton.compile(ASTSource(*form), target, options, _env_vars=env_vars)
+                _compile(*pickle.loads(request))  # noqa: S301 (our own parent's)
             connection.send_bytes(b"")
+
+
+def _compile(
+    form: tuple[Any, ...], text: str, key: str, target: Any, options: Any, env_vars: Any, cache: str
+) -> None:
+    kernel = form[0]
+    if kernel.src != text:
+        raise ValueError(f"{kernel}: its file has changed since")
+    # Triton 3.6 finds another key where callees were met before; the cache is asked for this one.
+    kernel.hash, knobs.cache.dir = key, cache
+    triton.compile(ASTSource(*form), target, options, _env_vars=env_vars)
 
 
 def _main(descriptors: Sequence[int]) -> None:

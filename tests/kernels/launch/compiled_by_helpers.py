@@ -34,6 +34,7 @@ def main(count: int) -> None:
         asked.append(cache_hit)
 
     knobs.compilation.listener = note
+    compile_ahead.THREADS = count
     helpers = compile_processes._helpers = compile_processes.Helpers(count)
     while not all(one.poll(0) for one in helpers.starting):
         assert helpers.process.poll() is None

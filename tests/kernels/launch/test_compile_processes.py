@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import pickle
@@ -19,28 +20,31 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
-from triton.runtime.cache import get_cache_key
+from triton.runtime.cache import get_cache_key, get_cache_manager
 
 from taut_kernels.launch import compile_processes
 from taut_kernels.launch.compile_processes import Compilers, Helpers
 from taut_kernels.rowwise import chunk_jit
 
-TARGET = GPUTarget("cuda", 90, 32)
+TARGET, ENV = GPUTarget("cuda", 90, 32), {"A": "1"}
 
 
-def triton_asks(src: Any, result: Any = "compiled") -> Callable[[], Any]:
+def options_of() -> Any:
+    return make_backend(TARGET).parse_options({"num_warps": 2})
+
+
+def triton_asks(src: Any) -> Callable[[], Any]:
     """Return what Triton hands an executor: a closure over what is to be compiled."""
-    target, env_vars = TARGET, {"A": "1"}
-    options = make_backend(target).parse_options({"num_warps": 2})
+    target, env_vars, options = TARGET, ENV, options_of()
 
     def compile_() -> Any:
-        return result if (src, target, options, env_vars) else None
+        return "compiled" if (src, target, options, env_vars) else None
 
     return compile_
 
 
-def source_of(kernel: Any) -> SimpleNamespace:
-    return SimpleNamespace(fn=kernel, signature={"x": "*bf16"}, constants={(1,): 64}, attrs={})
+def source_of(kernel: Any, number: int = 64) -> ASTSource:
+    return ASTSource(kernel, {"x": "*bf16"}, {(1,): number}, {})
 
 
 def some_kernel() -> Any:
@@ -62,16 +66,18 @@ def helpers() -> Iterator[Helpers]:
 
 
 @pytest.fixture(autouse=True)
-def no_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
+def a_process_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No helpers, and a cache that is empty."""
     monkeypatch.setattr(compile_processes, "_helpers", None)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
 def test_every_form_that_helpers_compile_is_found_in_the_cache(tmp_path: Path) -> None:
     here = Path(__file__).parent
     path = os.pathsep.join([str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = os.environ | {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(tmp_path)}
+    env = os.environ | {"PYTHONPATH": path}
     env.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, str(here / "compiled_by_helpers.py"), "2"]
+    command = [sys.executable, str(here / "compiled_by_helpers.py"), "4"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
@@ -94,48 +100,68 @@ def test_a_form_that_a_helper_cannot_compile_leaves_it_free(helpers: Helpers) ->
     assert len(helpers.idle) == 2
 
 
-@pytest.mark.parametrize(("seconds", "count", "started"), [(1.0, 8, 1), (0.01, 8, 0), (1.0, 2, 0)])
+@pytest.mark.parametrize(("count", "cached", "started"), [(8, 0, 1), (8, 2, 0), (2, 0, 0)])
 def test_the_first_form_that_the_cache_has_not_starts_helpers(
-    seconds: float, count: int, started: int, monkeypatch: pytest.MonkeyPatch
+    count: int, cached: int, started: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts: list[int] = []
+    asked: list[bytes] = []
 
     def start(count: int) -> SimpleNamespace:
         counts.append(count)
-        return SimpleNamespace(compile=lambda request: True)
+        return SimpleNamespace(compile=asked.append)
 
-    kernel, clock = some_kernel(), iter(range(100))
     monkeypatch.setattr(compile_processes, "Helpers", start)
-    monkeypatch.setattr(compile_processes.time, "thread_time", lambda: next(clock) * seconds)
+    sources = [source_of(some_kernel(), number) for number in (64, 128)]
+    for source in sources[:cached]:
+        key = get_cache_key(source, make_backend(TARGET), options_of(), ENV)
+        found = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
+        found.put_group(f"{source.name}.json", {})
     with Compilers(count) as pool:
-        for name in "ab":
-            assert pool.submit(triton_asks(source_of(kernel), name)).result() == name
+        for source in sources:
+            assert pool.submit(triton_asks(source)).result() == "compiled"
     assert counts == [count] * started
+    assert len(asked) == 2 * started
 
 
-def test_what_no_helper_could_find_is_not_asked_for() -> None:
+def test_where_no_process_can_be_started_the_thread_compiles(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(count: int) -> None:
+        raise BlockingIOError("Resource temporarily unavailable")
+
+    monkeypatch.setattr(compile_processes, "Helpers", refuse)
+    assert compile_processes._compiled(triton_asks(source_of(some_kernel())), 8) == "compiled"
+
+
+def test_what_a_helper_does_not_find_it_leaves() -> None:
     @triton.jit
     def local(x_ptr):
         pass
 
-    described = compile_processes._described
-    assert described(lambda: None) is None
-    assert described(triton_asks(source_of(lambda: None))) is None
-    request = described(triton_asks(source_of(local)))
+    assert compile_processes._request(lambda: None) is None
+    request = compile_processes._request(triton_asks(source_of(local)))
     assert request is not None
     with pytest.raises(AttributeError):  # which ends a helper's try
         pickle.loads(request)
 
 
-def test_a_kernel_is_told_so_that_its_key_is_the_same_there() -> None:
-    kernel = some_kernel()
-    request = compile_processes._described(triton_asks(source_of(kernel)))
+def test_a_kernel_is_told_so_that_its_key_is_the_same_there(tmp_path: Path) -> None:
+    source = source_of(some_kernel())
+    request = compile_processes._request(triton_asks(source))
     assert request is not None
-    form, target, options, env_vars, _ = pickle.loads(request)
+    form, text, key, target, options, env_vars, cache = pickle.loads(request)
+    assert form[0] is some_kernel()
+    assert (text, key, cache) == (form[0].src, form[0].cache_key, str(tmp_path))
     backend = make_backend(target)
-    sources = ASTSource(*form), ASTSource(kernel, {"x": "*bf16"}, {(1,): 64}, {})
-    keys = {
-        get_cache_key(source, backend, backend.parse_options(options), env_vars)
-        for source in sources
-    }
-    assert len(keys) == 1
+    told = get_cache_key(ASTSource(*form), backend, backend.parse_options(options), env_vars)
+    assert told == get_cache_key(source, backend, options_of(), ENV)
+
+
+def test_a_kernel_whose_file_has_changed_is_left_to_the_thread(tmp_path: Path) -> None:
+    request = compile_processes._request(triton_asks(source_of(some_kernel())))
+    assert request is not None
+    form, text, *rest = pickle.loads(request)
+    with pytest.raises(ValueError, match="its file has changed"):
+        compile_processes._compile(form, text + "\n", *rest)
+    assert not list(tmp_path.glob("*/*.cubin"))
