@@ -94,10 +94,15 @@ class Compiler:
 
 def pretend_hopper() -> Compiler:
     """Replace Triton's driver and compiler, and what launchers ask about the card."""
-    triton.runtime.driver.set_active(Driver())
+    pretend_card()
     compiler = Compiler()
     compiler.note_what_is_known()
     JITFunction._do_compile = lambda self, key, *rest: compiler(self, key)
+    return compiler
+
+
+def pretend_card() -> None:
+    """Replace Triton's driver, and what launchers ask about the card; Triton compiles."""
+    triton.runtime.driver.set_active(Driver())
     launcher.capability = lambda device: (9, 0)
     launcher.multiprocessors = lambda device: 132
-    return compiler

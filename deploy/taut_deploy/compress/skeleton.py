@@ -41,8 +41,7 @@ def empty_model(config: Any, dtype: torch.dtype, *, trust_remote_code: bool = Fa
         model = _build(build, plain, {"dtype": dtype, **options})
     except (ValueError, TypeError, KeyError, AssertionError) as error:
         raise ModelError(
-            f"{_file(plain)}: transformers refuses the model "
-            f"({refusal(Path(_file(plain)).parent, error)})"
+            f"{_file(plain)}: transformers refuses the model ({refusal(_directory(plain), error)})"
         ) from error
     model.tie_weights()
     return model
@@ -56,9 +55,12 @@ def no_causal_lm(config: Any, why: str) -> ModelError:
     )
 
 
-def _file(config: Any) -> str:
-    directory = getattr(config, "_name_or_path", "")
-    return str(Path(directory) / "config.json")
+def _file(config: Any) -> Path:
+    return _directory(config) / "config.json"
+
+
+def _directory(config: Any) -> Path:
+    return Path(getattr(config, "_name_or_path", ""))
 
 
 def _builder(config: Any, *, trust_remote_code: bool) -> tuple[Any, dict[str, Any]]:
