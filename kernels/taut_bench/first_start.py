@@ -64,6 +64,14 @@ def _call(weight: Weight, K: int) -> None:
         torch.ops.taut.w4a16_gemm.default(x, *weight, GROUP_SIZE)
 
 
+def _load(calls: Sequence[Callable[[], None]]) -> None:
+    """Ask for every layer's forms, as layers do when they are made, then load one by one."""
+    for at, call in enumerate(calls):
+        compile_ahead.ask(call, at)
+    for call in calls:
+        compile_ahead.warmed_up(call)
+
+
 def _warm_ups(device: torch.device) -> dict[str, Callable[[], object]]:
     layers = [
         w4a16_layer.make_layer(*shapes.PRODUCTS[name], GROUP_SIZE, 8, _DTYPE) for name in SHAPES
@@ -81,7 +89,7 @@ def _warm_ups(device: torch.device) -> dict[str, Callable[[], object]]:
     )
     gpu = launcher.gpu_name(device)
     return {
-        "products": lambda: [compile_ahead.warmed_up(call) for call in calls],
+        "products": lambda: _load(calls),
         "decode attention": lambda: warm_up_decode.compile_decode(form, _SEQUENCES, device),
         "fused ops": lambda: compile_ahead.warmed_up(
             lambda: warm_up.compile_all(widths, device, gpu)

@@ -1,15 +1,16 @@
 """Compiling side by side what will be launched one after the other.
 
 Triton compiles a form of a kernel where it is first launched. A loaded model has dozens of forms,
-each about a second of one core: asked for ahead they take half the time or less.
+each about a second of one core: asked for ahead they take half the time or less, and asked for
+before weights are read some of that time passes meanwhile.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
-from typing import TypeVar
+from collections.abc import Callable, Hashable
+from functools import cache
+from typing import Any, TypeVar
 
 import triton
 
@@ -20,25 +21,65 @@ THREADS = min(8, len(os.sched_getaffinity(0)))
 Result = TypeVar("Result")
 
 _seen: set[Hashable] = set()
+_asked: list[Any] = []
 
 active = False
 """Whether forms are asked for and nothing is launched; of the process: kernels of other threads
 would not run. :class:`.launcher.Form` reads it in every call."""
 
 
-@contextmanager
-def _asking() -> Iterator[None]:
+@cache
+def _mode() -> Any:
+    """Return what Triton hands its forms to: one for the process, so that each is asked for once.
+
+    An error is the launch's, which compiles that form again, to raise.
+    """
+
+    class Mode(triton.AsyncCompileMode):  # type: ignore[misc]
+        def __exit__(self, *error: Any) -> None:
+            self.raw_futures: list[Any] = []  # Triton's own waits for them
+            super().__exit__(*error)
+
+    return Mode(Compilers(THREADS), ignore_errors=True)
+
+
+def note(form: Any) -> None:
+    """Keep what Triton answered to a form that was asked for: it is compiled, or will be."""
+    if hasattr(form, "result"):
+        _asked.append(form)
+
+
+def _ask(run: Callable[[], object]) -> list[Any]:
+    """Call what launches kernels, launching nothing; return the forms that are not compiled yet."""
     global active  # noqa: PLW0603 (what every launch reads is cheapest as a module's name)
-    # An error is the second run's, which compiles that form again, to raise.
-    with (
-        Compilers(THREADS) as pool,
-        triton.AsyncCompileMode(pool, ignore_errors=True),
-    ):
+    with _mode():
         active = True
         try:
-            yield
+            run()
+            return [*_asked]
         finally:
             active = False
+            _asked.clear()
+
+
+def _is_first(alike: Hashable) -> bool:
+    """Say whether asking can bring something, and nobody has asked for what is alike."""
+    if THREADS == 1 or active or alike in _seen or not hasattr(triton, "AsyncCompileMode"):
+        return False
+    if alike is not None:
+        _seen.add(alike)
+    return True
+
+
+def ask(run: Callable[[], object], alike: Hashable) -> None:
+    """Have forms compiled that will be wanted, while this thread goes on.
+
+    Args:
+        run: launches through :mod:`.launcher`; what its tensors hold is not read.
+        alike: as of :func:`warmed_up`; of several such calls the first alone asks.
+    """
+    if _is_first(("ahead", alike)):
+        _ask(run)
 
 
 def warmed_up(run: Callable[[], Result], alike: Hashable = None) -> Result:
@@ -55,9 +96,7 @@ def warmed_up(run: Callable[[], Result], alike: Hashable = None) -> Result:
     Returns:
         What the second call returned.
     """
-    if THREADS > 1 and not active and alike not in _seen and hasattr(triton, "AsyncCompileMode"):
-        if alike is not None:
-            _seen.add(alike)
-        with _asking():
-            run()
+    if _is_first(alike):
+        for form in _ask(run):
+            form.result(ignore_errors=True)
     return run()

@@ -1,8 +1,8 @@
 """Compilers in processes of their own, since Triton's front end holds Python's lock.
 
 A helper compiles into Triton's cache on disk, and the thread that asked takes it from there. The
-first form that the cache has not starts the helpers. Until they are there, and where one cannot or
-fails, the thread compiles as it would without.
+first form that the cache has not starts the helpers, and waits for them. Where one cannot or fails,
+the thread compiles as it would without.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import importlib
 import io
+import logging
 import os
 import pickle
 import signal
@@ -18,22 +19,26 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
+from queue import SimpleQueue
 from typing import Any
 
 import triton
 from triton import knobs
-from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 from triton.runtime.cache import get_cache_key, get_cache_manager, triton_key
 from triton.runtime.jit import JITFunction
 
 _WORTH_IT = 4
 """Fewest compilers that helpers are started for: fewer threads keep so many cores busy."""
-_IDLE_S = 120.0
-"""A helper that is asked nothing for so long ends; one that takes as long is given up."""
+_IDLE_S = 600.0
+"""A helper that is asked nothing for so long ends: longer than weights are read."""
+_LOST_S = 120.0
+"""A helper that starts or compiles for so long is given up."""
+_logger = logging.getLogger(__name__)
 
 
 class Compilers(ThreadPoolExecutor):
@@ -56,32 +61,49 @@ class Helpers:
         self.process = subprocess.Popen(
             command, env=os.environ | env, pass_fds=theirs, stdin=subprocess.DEVNULL
         )
-        threading.Thread(target=self.process.wait, daemon=True).start()
-        self.starting = [Connection(ours.detach()) for ours, _ in pairs]
-        self.idle: list[Connection] = []
-        self._choosing = threading.Lock()
+        self._idle: SimpleQueue[Connection | None] = SimpleQueue()  # None of one that has gone
         for _, end in pairs:
             end.close()
+        connections = [Connection(ours.detach()) for ours, _ in pairs]
+        threading.Thread(target=self._admit, args=(connections,), daemon=True).start()
 
     def compile(self, request: bytes) -> bool:
-        """Have a free helper put a form into the cache; say whether one was free and is done."""
-        with contextlib.suppress(OSError, EOFError):
-            if (free := self._take()) is None:
-                return False
-            free.send_bytes(request)
-            if free.poll(_IDLE_S):
-                free.recv_bytes()
-                self.idle.append(free)
-                return True
-        return False
+        """Have a helper put a form into the cache, once one is free; say whether it is done."""
+        helper = self._idle.get()
+        if helper is None:
+            self._idle.put(None)
+            return False
+        try:
+            helper.send_bytes(request)
+            answer = _hear(helper, time.monotonic() + _LOST_S)
+        except (OSError, EOFError) as error:
+            _logger.warning("a process that compiles kernels is lost, this one does: %r", error)
+            self._idle.put(None)
+            return False
+        self._idle.put(helper)
+        if answer:
+            _logger.warning("a kernel is compiled here, since a process could not: %s", answer)
+        return not answer
 
-    def _take(self) -> Connection | None:
-        with self._choosing:
-            for one in [one for one in self.starting if one.poll(0)]:
-                self.starting.remove(one)
-                one.recv_bytes()
-                self.idle.append(one)
-            return self.idle.pop() if self.idle else None
+    def _admit(self, connections: Sequence[Connection]) -> None:
+        """Let helpers be asked once they say that they are there."""
+        end = time.monotonic() + _LOST_S
+        for helper in connections:
+            try:
+                _hear(helper, end)
+            except (OSError, EOFError) as error:
+                _logger.warning("a process to compile kernels did not start: %r", error)
+                self._idle.put(None)
+            else:
+                self._idle.put(helper)
+        self.process.wait()
+
+
+def _hear(helper: Connection, end: float) -> str:
+    """Return what a helper could not do, nothing where it could."""
+    if not helper.poll(max(0.0, end - time.monotonic())):
+        raise TimeoutError(f"silent for {_LOST_S:g} s")
+    return helper.recv_bytes().decode()
 
 
 _helpers: Helpers | None = None
@@ -122,7 +144,8 @@ def _request(compile_: Callable[[], Any]) -> bytes | None:
         if get_cache_manager(digest).get_group(f"{source.name[:150]}.json") is not None:
             return None
         kernel = source.fn
-        form = (kernel, source.signature, source.constants, source.attrs)
+        # Gluon's kernels have a source of their own.
+        form = (type(source), kernel, source.signature, source.constants, source.attrs)
         told = (target, vars(options), cells["env_vars"], knobs.cache.dir)
         _Pickler(sink).dump((form, kernel.src, kernel.cache_key, *told))
     except (AttributeError, KeyError, TypeError, pickle.PicklingError):
@@ -135,22 +158,23 @@ def _serve(connection: Connection) -> None:
     with contextlib.suppress(OSError, EOFError):
         connection.send_bytes(b"")
         while connection.poll(_IDLE_S):
-            request = connection.recv_bytes()
-            # Whatever goes wrong here, the thread that asked compiles the form and says so.
-            with contextlib.suppress(Exception):
+            request, answer = connection.recv_bytes(), ""
+            try:
                 _compile(*pickle.loads(request))  # noqa: S301 (our own parent's)
-            connection.send_bytes(b"")
+            except Exception as error:
+                answer = repr(error)
+            connection.send_bytes(answer.encode())
 
 
 def _compile(
     form: tuple[Any, ...], text: str, key: str, target: Any, options: Any, env_vars: Any, cache: str
 ) -> None:
-    kernel = form[0]
+    kind, kernel, *rest = form
     if kernel.src != text:
         raise ValueError(f"{kernel}: its file has changed since")
     # Triton 3.6 finds another key where callees were met before; the cache is asked for this one.
     kernel.hash, knobs.cache.dir = key, cache
-    triton.compile(ASTSource(*form), target, options, _env_vars=env_vars)
+    triton.compile(kind(kernel, *rest), target, options, _env_vars=env_vars)
 
 
 def _main(descriptors: Sequence[int]) -> None:

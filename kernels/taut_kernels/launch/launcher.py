@@ -251,7 +251,8 @@ class Form:
         """Have Triton compile, where no assembler is chosen: the choice ends with this call."""
         if self._compiled is None and self._device >= 0 and self._assembler is nullcontext:
             named, options = constants()
-            self._kernel.warmup(*pointers, *numbers, grid=grid, **named, **options)
+            form = self._kernel.warmup(*pointers, *numbers, grid=grid, **named, **options)
+            compile_ahead.note(form)
 
     def _launch_through_triton(
         self,

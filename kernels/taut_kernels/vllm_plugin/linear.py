@@ -24,7 +24,7 @@ from taut_kernels.gemm.w4a16 import verdict as measured_w4a16
 from taut_kernels.gemm.w4a16 import weight_format
 from taut_kernels.gemm.w4a16.lookup import ONE_OF_EACH
 from taut_kernels.gemm.weight_only import cpu_linear
-from taut_kernels.launch.compile_ahead import warmed_up
+from taut_kernels.launch.compile_ahead import ask, warmed_up
 from taut_kernels.vllm_plugin import compat, cpu_four_bits, known_answer
 from taut_kernels.vllm_plugin.mode import requested_mode
 from taut_kernels.vllm_plugin.selection import why_not_ours, why_not_preferred
@@ -47,6 +47,13 @@ class TautW4A16LinearKernel(MPLinearKernel):  # type: ignore[misc]
 
     isa: int | None = None
     """Of our product on a CPU; None where torch's serves."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if not current_platform.is_cpu():
+            # Compiled while weights are read.
+            here = torch.device("cuda")
+            ask(lambda: self._call_every_tile(self._stand_in(here)), self._alike())
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -122,20 +129,45 @@ class TautW4A16LinearKernel(MPLinearKernel):  # type: ignore[misc]
 
     def _compile_every_tile(self, layer: torch.nn.Module) -> None:
         """Run each kernel and tile once, so that no request waits for the compiler."""
-        K, N = self.config.partition_weight_shape
+        warmed_up(lambda: self._call_every_tile(layer), self._alike())
+
+    def _call_every_tile(self, layer: torch.nn.Module) -> None:
+        K, _ = self.config.partition_weight_shape
         device = getattr(layer, self.w_q_name).device
         # Only rank 0 of a row-parallel layer adds the bias, so a layer with one is called in both
         # ways.
         biases = {None, getattr(layer, "bias", None)}
+        for M in WARM_UP_TOKENS:
+            x = torch.zeros(M, K, dtype=self.config.act_type, device=device)
+            for bias in biases:
+                self.apply_weights(layer, x, bias)
 
-        def run() -> None:
-            for M in WARM_UP_TOKENS:
-                x = torch.zeros(M, K, dtype=self.config.act_type, device=device)
-                for bias in biases:
-                    self.apply_weights(layer, x, bias)
+    def _alike(self) -> tuple[Any, ...]:
+        """Return what layers of the same forms have in common."""
+        c = self.config
+        return (*c.partition_weight_shape, c.group_size, c.zero_points, c.act_type)
 
-        config = self.config
-        warmed_up(run, alike=(K, N, config.group_size, config.zero_points, config.act_type))
+    def _stand_in(self, device: torch.device) -> torch.nn.Module:
+        """Return a layer with parameters of the right kind and size, without what they hold."""
+        K, N = self.config.partition_weight_shape
+        groups = 1 if self.config.group_size == -1 else K // self.config.group_size
+        with torch.device("meta"):
+            weight = formats_mma.repack_weight(torch.empty(N, K // 8, dtype=torch.int32), K)
+            scale = formats_mma.repack_scale(torch.empty(N, groups, dtype=self.config.act_type))
+            words = torch.empty(-(-N // 8), groups, dtype=torch.int32)
+            zero = formats_mma.repack_zero_point(words, N) if self.config.zero_points else None
+        layer = torch.nn.Module()
+        for name, like in {
+            self.w_q_name: weight,
+            self.w_s_name: scale,
+            self.w_zp_name: zero,
+        }.items():
+            if name is not None:
+                setattr(
+                    layer, name, None if like is None else torch.empty_like(like, device=device)
+                )
+        setattr(layer, ARRIVALS, w4a16.make_arrivals(N, device))
+        return layer
 
     def _check(
         self, layer: torch.nn.Module, packed: Tensor, scale: Tensor, zero: Tensor | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,8 +66,7 @@ def test_nothing_compiled_is_launched_meanwhile() -> None:
     jit, x = Jit(), torch.zeros(64)
     form = launcher.Form(jit, 0)
     form._compiled = object()  # its launch would fail
-    with compile_ahead._asking():
-        form(GRID, (x,), (5,), constants)
+    compile_ahead._ask(lambda: form(GRID, (x,), (5,), constants))
     assert not jit.seen
 
 
@@ -80,8 +80,7 @@ def test_what_the_interpreter_or_another_assembler_takes_is_not_asked_for(
 ) -> None:
     jit = Jit()
     form = launcher.Form(jit, device, *(() if assembler is None else (assembler,)))
-    with compile_ahead._asking():
-        form(GRID, (torch.zeros(64),), (5,), constants)
+    compile_ahead._ask(lambda: form(GRID, (torch.zeros(64),), (5,), constants))
     assert not jit.seen
 
 
@@ -114,6 +113,29 @@ def test_of_layers_alike_the_first_alone_asks(monkeypatch: pytest.MonkeyPatch) -
     for alike in ("a", "a", "b", None, None):
         compile_ahead.warmed_up(lambda: calls.append(compile_ahead.active), alike)
     assert calls == [True, False, False, True, False, True, False, True, False]
+
+
+def test_what_is_asked_for_is_not_waited_for_until_it_is_wanted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compile_ahead, "_seen", set())
+    waited: list[bool] = []
+    pending = SimpleNamespace(result=lambda ignore_errors: waited.append(ignore_errors))
+    jit = SimpleNamespace(warmup=lambda *_, **__: pending)
+    form = launcher.Form(jit, 0)
+
+    def run() -> None:
+        if compile_ahead.active:
+            form(GRID, (torch.zeros(64),), (5,), constants)
+
+    compile_ahead.ask(run, "a")
+    assert waited == []
+    compile_ahead.warmed_up(run, "a")
+    assert waited == [True]
+    compile_ahead.warmed_up(run, "a")
+    compile_ahead.ask(run, "a")
+    assert waited == [True]
+    assert compile_ahead._asked == []
 
 
 @pytest.mark.gpu(capability=(9, 0))

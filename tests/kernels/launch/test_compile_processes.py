@@ -54,14 +54,15 @@ def some_kernel() -> Any:
 @pytest.fixture
 def helpers() -> Iterator[Helpers]:
     found = Helpers(2)
-    deadline = time.monotonic() + 120
-    while not all(one.poll(0) for one in found.starting):
-        assert found.process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    connections = [found._idle.get(timeout=120) for _ in range(2)]
+    assert None not in connections
+    for one in connections:
+        found._idle.put(one)
     yield found
-    for one in (*found.starting, *found.idle):
-        one.close()
+    while not found._idle.empty():
+        if (one := found._idle.get()) is not None:
+            one.close()
+    connections.clear()
     assert found.process.wait(60) == 0, "helpers end with those who ask"
 
 
@@ -86,18 +87,40 @@ def test_every_form_that_helpers_compile_is_found_in_the_cache(tmp_path: Path) -
     assert sum(1 for _ in tmp_path.glob("*/*.cubin")) == found["found"]
 
 
-def test_without_a_helper_the_thread_says_that_it_must_compile(helpers: Helpers) -> None:
+def test_without_a_helper_the_thread_says_that_it_must_compile(
+    helpers: Helpers, caplog: pytest.LogCaptureFixture
+) -> None:
     children = Path(f"/proc/{helpers.process.pid}/task/{helpers.process.pid}/children")
     for helper in children.read_text().split():
         os.kill(int(helper), signal.SIGKILL)
     assert not any(helpers.compile(b"form") for _ in range(4))
-    assert helpers.idle == []
+    lost = "a process that compiles kernels is lost, this one does: "
+    assert [record.getMessage().startswith(lost) for record in caplog.records] == [True, True]
 
 
-def test_a_form_that_a_helper_cannot_compile_leaves_it_free(helpers: Helpers) -> None:
+def test_a_form_that_a_helper_cannot_compile_is_named_and_leaves_it_free(
+    helpers: Helpers, caplog: pytest.LogCaptureFixture
+) -> None:
     for _ in range(3):
-        assert helpers.compile(b"no form")
-    assert len(helpers.idle) == 2
+        assert not helpers.compile(b"no form")
+    said = "a kernel is compiled here, since a process could not: UnpicklingError("
+    assert [record.getMessage().startswith(said) for record in caplog.records] == [True] * 3
+
+
+def test_helpers_that_do_not_start_are_said_and_done_without(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    found = Helpers(2)
+    assert [found.compile(b"form") for _ in range(3)] == [False] * 3
+    found.process.wait(60)
+    deadline = time.monotonic() + 60
+    while len(caplog.records) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert {r.getMessage() for r in caplog.records} == {
+        "a process to compile kernels did not start: EOFError()"
+    }
 
 
 @pytest.mark.parametrize(("count", "cached", "started"), [(8, 0, 1), (8, 2, 0), (2, 0, 0)])
@@ -151,10 +174,11 @@ def test_a_kernel_is_told_so_that_its_key_is_the_same_there(tmp_path: Path) -> N
     request = compile_processes._request(triton_asks(source))
     assert request is not None
     form, text, key, target, options, env_vars, cache = pickle.loads(request)
-    assert form[0] is some_kernel()
-    assert (text, key, cache) == (form[0].src, form[0].cache_key, str(tmp_path))
+    kind, kernel, *kept = form
+    assert (kind, kernel) == (ASTSource, some_kernel())
+    assert (text, key, cache) == (kernel.src, kernel.cache_key, str(tmp_path))
     backend = make_backend(target)
-    told = get_cache_key(ASTSource(*form), backend, backend.parse_options(options), env_vars)
+    told = get_cache_key(kind(kernel, *kept), backend, backend.parse_options(options), env_vars)
     assert told == get_cache_key(source, backend, options_of(), ENV)
 
 

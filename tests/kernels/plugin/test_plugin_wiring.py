@@ -442,6 +442,7 @@ if device == "cpu":
     # Lay out as for a card, and let the op's specification compute.
     linear.current_platform = types.SimpleNamespace(
         is_cpu=lambda: False, is_cuda=lambda: True, get_device_name=lambda: "NVIDIA H200")
+    linear.ask = lambda run, alike: None
     linear.TautW4A16LinearKernel._compile_every_tile = lambda *_: None
     linear.TautW4A16LinearKernel._check = lambda *_: None
 tokens = (1, 3) if device == "cpu" else (1, 5, 16, 40, 129, 300, 2049)
@@ -589,6 +590,7 @@ if device == "cpu":
     # From here on: laid out as for a card, and the op's specification computes.
     linear.current_platform = types.SimpleNamespace(
         is_cpu=lambda: False, is_cuda=lambda: True, get_device_name=lambda: "NVIDIA H200")
+    linear.ask = lambda run, alike: None
     linear.TautW4A16LinearKernel._compile_every_tile = lambda *_: None
     linear.TautW4A16LinearKernel._check = lambda *_: None
 tokens = (1, 3) if device == "cpu" else (1, 5, 16, 17, 40, 129, 300, 2049)

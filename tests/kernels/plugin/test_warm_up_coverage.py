@@ -47,6 +47,14 @@ def test_serving_compiles_nothing_that_loading_did_not(
     assert part["launches"] > 10_000
 
 
+def test_before_a_layer_has_weights_all_that_it_will_launch_is_asked_for(
+    found: dict[str, Any],
+) -> None:
+    part = found["asked"]
+    assert part["late"] == [], "\n".join(part["late"][:10])
+    assert part["layers"] == part["alike"] == 4 * 7
+
+
 @pytest.mark.parametrize("card", ["NVIDIA H200", "NVIDIA X"])
 def test_decodes_compile_nothing_late(card: str, found: dict[str, Any]) -> None:
     part = found["survey"][f"attention, {card}, require"]

@@ -290,6 +290,19 @@ def forget_known_answers() -> None:
     known_ops.check_ops = known_ops.check_attention = lambda *_: None
 
 
+def late_after_asking(compiler: Compiler) -> dict[str, Any]:
+    """Let what is asked for as a layer is made, before it has weights, be all that is loaded."""
+    asked: list[tuple[Any, Any]] = []
+    linear.ask = lambda run, alike: asked.append((run, alike))
+    found: list[str] = []
+    kinds = [(BF16, group, zeros) for group in (128, 32, -1) for zeros in (False, True)]
+    for (N, K), kind in itertools.product(SHAPES[LLAMA], [*kinds, (FP16, 128, False)]):
+        prepare, calls = w4a16_layer(N, K, *kind)
+        prepare()
+        found += late(compiler, asked[-1][0], calls[:1], FEW)
+    return {"late": found, "alike": len({alike for _, alike in asked}), "layers": len(asked)}
+
+
 def main() -> None:
     forget_known_answers()
     compiler = pretend_hopper()
@@ -299,6 +312,7 @@ def main() -> None:
         custom_ops.install()
         answer: dict[str, Any] = {"survey": survey(compiler)}
         answer["mutations"], answer["unnoticed"] = mutations(compiler)
+        answer["asked"] = late_after_asking(compiler)
         answer["by_flag"] = norms_chosen_by_vllms_flag(compiler)
     answer["monitor"] = get_args(EngineArgs.__annotations__["jit_monitor_mode"])
     json.dump(answer, sys.stdout)

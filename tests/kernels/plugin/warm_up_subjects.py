@@ -18,6 +18,7 @@ from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.kernels.linear import (
     FP8ScaledMMLinearLayerConfig,
     Int8ScaledMMLinearLayerConfig,
+    MPLinearLayerConfig,
 )
 from vllm.model_executor.layers import linear as vllm_linear
 from vllm.model_executor.layers import rotary_embedding
@@ -26,6 +27,7 @@ from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.quantization.utils import quant_utils
 from vllm.model_executor.models import gpt_oss
 from vllm.model_executor.models.llama import LlamaMLP
+from vllm.scalar_type import scalar_types
 
 from taut_kernels.activation import silu_mul, silu_mul_launch
 from taut_kernels.attention import tiles as attention_tiles
@@ -112,6 +114,9 @@ def pretend_cuda() -> None:
     ):
         cutlass.apply_weights = lambda *operands: None
     scaled_mm._custom_ops.scaled_int8_quant = int8_quant
+    linear.ask = lambda run, alike: None
+    stand_in = linear.TautW4A16LinearKernel._stand_in
+    linear.TautW4A16LinearKernel._stand_in = lambda self, device: stand_in(self, META)
     # Shapes only: torch takes its time over meta tensors. The dense product is cuBLAS'.
     formats_mma.repack_weight = repacked_weight
     formats_mma.repack_scale = repacked_scale
@@ -153,10 +158,23 @@ def int8_quant(x: Any, scale: Any, azp: Any, symmetric: bool) -> tuple[Any, Any,
     return torch.empty_like(x, dtype=INT8), empty(M, 1, dtype=torch.float32), found
 
 
+def w4a16_kernel(
+    N: int, K: int, dtype: torch.dtype, group_size: int, zero_points: bool
+) -> linear.TautW4A16LinearKernel:
+    """Return the kernel of a layer, constructed as vLLM does."""
+    of = scalar_types.uint4 if zero_points else scalar_types.uint4b8
+    config = MPLinearLayerConfig((K, N), (K, N), of, dtype, group_size, zero_points)
+    zeros = "weight_zero_point" if zero_points else None
+    kernel = linear.TautW4A16LinearKernel(config, "weight_packed", "weight_scale", zeros)
+    kernel.w_gidx_name = None
+    return kernel
+
+
 def w4a16_layer(
     N: int, K: int, dtype: torch.dtype, group_size: int, zero_points: bool
 ) -> tuple[Prepare, list[Call]]:
     """Return how a layer with a bias is prepared, and the ways it is called."""
+    kernel = w4a16_kernel(N, K, dtype, group_size, zero_points)
     groups = 1 if group_size == -1 else K // group_size
     layer = torch.nn.Module()
     places = {"input_dim": 1, "output_dim": 0, "weight_loader": lambda *_: None}
@@ -172,15 +190,6 @@ def w4a16_layer(
             data=empty(N // 8, groups, dtype=torch.int32), packed_dim=0, **words
         )
     layer.bias = frozen(N, dtype=dtype)
-    kernel = object.__new__(linear.TautW4A16LinearKernel)
-    kernel.config = SimpleNamespace(
-        partition_weight_shape=(K, N),
-        group_size=group_size,
-        zero_points=zero_points,
-        act_type=dtype,
-    )
-    kernel.w_q_name, kernel.w_s_name, kernel.w_gidx_name = "weight_packed", "weight_scale", None
-    kernel.w_zp_name = "weight_zero_point" if zero_points else None
     return lambda: kernel.process_weights_after_loading(layer), called(kernel, layer, K, dtype)
 
 
