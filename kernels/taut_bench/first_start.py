@@ -1,7 +1,8 @@
 """What a first start compiles, and how long: ``python -m taut_bench.first_start``.
 
 The kernels that a worker with Llama-3-8B in W4A16 (symmetric groups of 128, bf16) warms up: its
-four layers', decode attention's, norms', activation's and RoPE's, by the plugin's own warm-ups. For
+four layers', decode attention's, norms', activation's and RoPE's, by the plugin's own warm-ups.
+Layers and attention are asked for first, as where a model is made: on the products' account. For
 each number of compilers side by side (:mod:`taut_kernels.launch.compile_ahead`) in a process of its
 own with an empty Triton cache. Loading weights, vLLM's own kernels and graphs are not in it. Writes
 ``first_start.csv`` and ``first_start.md``.
@@ -64,10 +65,13 @@ def _call(weight: Weight, K: int) -> None:
         torch.ops.taut.w4a16_gemm.default(x, *weight, GROUP_SIZE)
 
 
-def _load(calls: Sequence[Callable[[], None]]) -> None:
+def _load(
+    calls: Sequence[Callable[[], None]], form: warm_up_decode.DecodeForm, device: torch.device
+) -> None:
     """Ask for every layer's forms, as layers do when they are made, then load one by one."""
     for at, call in enumerate(calls):
         compile_ahead.ask(call, at)
+    warm_up_decode.ask_decode(form, _SEQUENCES, device)
     for call in calls:
         compile_ahead.warmed_up(call)
 
@@ -89,7 +93,7 @@ def _warm_ups(device: torch.device) -> dict[str, Callable[[], object]]:
     )
     gpu = launcher.gpu_name(device)
     return {
-        "products": lambda: _load(calls),
+        "products": lambda: _load(calls, form, device),
         "decode attention": lambda: warm_up_decode.compile_decode(form, _SEQUENCES, device),
         "fused ops": lambda: compile_ahead.warmed_up(
             lambda: warm_up.compile_all(widths, device, gpu)

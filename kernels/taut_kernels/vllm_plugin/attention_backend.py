@@ -20,6 +20,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config_or_none
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
@@ -81,8 +82,7 @@ class TautAttentionMetadataBuilder(FlashAttentionMetadataBuilder):  # type: igno
         layers = vllm_config.compilation_config.static_forward_context
         impls = [getattr(layers.get(name), "impl", None) for name in layer_names]
         loaded = [getattr(impl, "why_not_ours", None) for impl in impls]
-        captured = vllm_config.compilation_config.max_cudagraph_capture_size or 0
-        sequences = max(vllm_config.scheduler_config.max_num_seqs, captured)
+        sequences = _most_sequences(vllm_config)
         page_size, dtype = kv_cache_spec.block_size, vllm_config.model_config.dtype
         for impl in impls:
             if isinstance(impl, TautAttentionImpl):
@@ -125,6 +125,25 @@ class TautAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]
         theirs: bool = self.supports_quant_query_input  # type: ignore[has-type]
         if self.why_not_ours is None and self._eight_bit:
             self._quantises_queries, self.supports_quant_query_input = theirs, False
+        if self.why_not_ours is None:
+            self._ask_ahead()
+
+    def _ask_ahead(self) -> None:
+        """Have decodes compiled while weights are read, for the cache as it is configured.
+
+        One that is laid out otherwise is compiled for when it is there.
+        """
+        config = get_current_vllm_config_or_none()
+        if config is None or current_platform.is_cpu():
+            return
+        form = self._form(config.cache_config.block_size, config.model_config.dtype)
+        warm_up_decode.ask_decode(form, _most_sequences(config), torch.device("cuda"))
+
+    def _form(self, page_size: int, dtype: torch.dtype) -> warm_up_decode.DecodeForm:
+        return warm_up_decode.DecodeForm(
+            self.num_heads, self.num_kv_heads, self.head_size, page_size, self._window(), dtype,
+            torch.float8_e4m3fn if self._eight_bit else dtype,
+        )  # fmt: skip
 
     def prepare(
         self, page_size: int, dtype: torch.dtype, sequences: int, device: torch.device
@@ -149,10 +168,7 @@ class TautAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]
         self._arrivals = decode_attention.shared_arrivals(sequences * self.num_heads, device)
         if device.type == "cpu":
             return
-        form = warm_up_decode.DecodeForm(
-            self.num_heads, self.num_kv_heads, self.head_size, page_size, self._window(), dtype,
-            torch.float8_e4m3fn if self._eight_bit else dtype,
-        )  # fmt: skip
+        form = self._form(page_size, dtype)
         start = time.perf_counter()
         if count := warm_up_decode.compile_decode(form, sequences, device):
             known_ops.check_attention(form, device)
@@ -288,6 +304,11 @@ class TautAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]
         caches = compat.keys_and_values(kv_cache, self.head_size)
         decode.decode_into(o.unsqueeze(1), q.unsqueeze(1), *caches, settings)
         return output
+
+
+def _most_sequences(config: Any) -> int:
+    captured: int = config.compilation_config.max_cudagraph_capture_size or 0
+    return max(config.scheduler_config.max_num_seqs, captured)
 
 
 def _facts_of(impl: Any) -> decode_attention.LayerFacts:

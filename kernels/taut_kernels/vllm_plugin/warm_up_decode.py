@@ -19,7 +19,7 @@ from taut_kernels.attention.decode import op as decode
 from taut_kernels.attention.decode.cut import lengths_read, row_blocks
 from taut_kernels.attention.tile import DecodeTile
 from taut_kernels.launch import early_start, launcher
-from taut_kernels.launch.compile_ahead import warmed_up
+from taut_kernels.launch.compile_ahead import ask, warmed_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +74,11 @@ def _bounded_launches(
             key = (tile.keys, tile.num_warps, tile.num_stages, splits > 1, block, starts)
             found.setdefault(key, (*cut, count, longest))
     return found
+
+
+def ask_decode(form: DecodeForm, sequences: int, device: torch.device) -> None:
+    """Have what :func:`compile_decode` runs compiled meanwhile; its arguments."""
+    ask(lambda: _run_all(form, sequences, device), (form, sequences))
 
 
 def compile_decode(form: DecodeForm, sequences: int, device: torch.device) -> int:

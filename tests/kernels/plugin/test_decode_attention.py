@@ -387,6 +387,14 @@ def test_layers_say_why_they_are_not_ours(answer: dict[str, Any]) -> None:
     assert found["other type"] == "torch.bfloat16 queries over a cache of float16"
 
 
+def test_a_layer_asks_for_its_decodes_when_it_is_made(answer: dict[str, Any]) -> None:
+    seen = answer["asked"]
+    assert len(seen["ahead"]) == 2
+    assert seen["ahead"] == seen["then"]
+    assert "window=100" in seen["ahead"][1][0]
+    assert "float8" in seen["ahead"][1][0]
+
+
 @pytest.mark.vllm
 def test_graphs_of_mixed_batches_are_refused_and_schedules_left_out(
     answer: dict[str, Any],

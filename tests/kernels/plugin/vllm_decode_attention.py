@@ -84,6 +84,33 @@ def impl(backend: Any, kv_cache_dtype: str = "auto", window: int | None = None, 
     return found
 
 
+def asked(backend: Any) -> None:
+    """What layers ask for as they are made, and what they compile where the cache is laid out."""
+    seen: dict[str, list[Any]] = {"ahead": [], "then": []}
+    warm_up = backend.warm_up_decode
+    warm_up.ask_decode = lambda form, most, device: seen["ahead"].append([repr(form), most])
+    warm_up.compile_decode = lambda form, most, device: seen["then"].append([repr(form), most])
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(max_cudagraph_capture_size=64),
+        scheduler_config=SimpleNamespace(max_num_seqs=8),
+        cache_config=SimpleNamespace(block_size=PAGE),
+        model_config=SimpleNamespace(dtype=torch.bfloat16, enable_sleep_mode=False),
+    )
+    theirs = backend.get_current_vllm_config_or_none
+    backend.decode_attention.shared_arrivals = lambda count, device: None
+    for there, on_cpu in ((config, False), (config, True), (None, False)):
+        backend.get_current_vllm_config_or_none = lambda there=there: there
+        backend.current_platform.is_cpu = lambda on_cpu=on_cpu: on_cpu
+        for kv_cache_dtype, window in (("auto", None), ("fp8", 100)):
+            made = backend.TautAttentionImpl(
+                HEADS, DIM, SCALE, KV_HEADS, None, window, kv_cache_dtype
+            )
+            if there is not None and not on_cpu:
+                made.prepare(PAGE, torch.bfloat16, 64, torch.device("cuda"))
+    backend.get_current_vllm_config_or_none = theirs
+    ANSWER["asked"] = seen
+
+
 def batch(lens: list[int], window: tuple[int, int] = (-1, -1), **changes: Any) -> Any:
     """A batch's metadata as this vLLM has it, of contexts `lens`."""
     count = len(lens)
@@ -390,7 +417,7 @@ def main() -> None:
     torch.manual_seed(0)
     registered()
     backend = pretend_h200()
-    for look in (routed, fell_through, quantised, written, recorded, refused, built):
+    for look in (routed, fell_through, quantised, written, recorded, refused, built, asked):
         look(backend)
     sys.stdout.write(f"\nANSWER {json.dumps(ANSWER)}\n")
 
