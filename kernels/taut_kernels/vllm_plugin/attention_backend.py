@@ -134,9 +134,10 @@ class TautAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]
         One that is laid out otherwise is compiled for when it is there.
         """
         config = get_current_vllm_config_or_none()
-        if config is None or current_platform.is_cpu():
+        page_size = getattr(getattr(config, "cache_config", None), "block_size", None)
+        if page_size is None or current_platform.is_cpu():
             return
-        form = self._form(config.cache_config.block_size, config.model_config.dtype)
+        form = self._form(page_size, config.model_config.dtype)
         warm_up_decode.ask_decode(form, _most_sequences(config), torch.device("cuda"))
 
     def _form(self, page_size: int, dtype: torch.dtype) -> warm_up_decode.DecodeForm:
@@ -307,8 +308,9 @@ class TautAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]
 
 
 def _most_sequences(config: Any) -> int:
-    captured: int = config.compilation_config.max_cudagraph_capture_size or 0
-    return max(config.scheduler_config.max_num_seqs, captured)
+    captured = config.compilation_config.max_cudagraph_capture_size or 0
+    most: int = max(config.scheduler_config.max_num_seqs, captured)
+    return most
 
 
 def _facts_of(impl: Any) -> decode_attention.LayerFacts:
