@@ -20,7 +20,7 @@ from pathlib import Path
 from taut_bench import cuda_device
 from taut_bench.engine_measure import BATCHES, CONTEXTS, JIT_MONITOR, Settings
 from taut_bench.engine_models import ENGINE_MODELS
-from taut_bench.engine_modes import MODES, unready
+from taut_bench.engine_modes import HUMMING, MODES, unready
 from taut_bench.engine_process import (
     EngineEndedError,
     EngineProcess,
@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m taut_bench.engine", description=__doc__)
     add = parser.add_argument
     add("--output", type=Path, required=True, help="directory for the results")
-    add("--mode", action="append", choices=MODES)
+    add("--mode", action="append", choices=(*MODES, HUMMING))
     add("--batch", action="append", type=int)
     add("--context", action="append", type=int, help="tokens of a prompt")
     add("--scheme", choices=SCHEMES, default=SCHEMES[0])
@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="profile some steps of each mode, too, after its figures: where a step goes",
     )
-    add("--worker", choices=MODES, help=argparse.SUPPRESS)
+    add("--worker", choices=(*MODES, HUMMING), help=argparse.SUPPRESS)
     add("--channel", type=int, help=argparse.SUPPRESS)
     add("--profile-to", type=Path, help=argparse.SUPPRESS)
     return parser
@@ -106,7 +106,7 @@ def run(
 
     Args:
         checkpoint: what the engines load.
-        modes: of :data:`MODES`.
+        modes: of :data:`MODES`, or :data:`HUMMING`.
         settings: of every mode.
         facts: machine, versions and date.
         path: the CSV; the other files lie beside it.

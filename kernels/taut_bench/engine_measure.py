@@ -100,7 +100,7 @@ class Settings:
         """Return what ``vllm.LLM`` is told beside the checkpoint.
 
         Args:
-            mode: of :data:`.engine_modes.MODES`.
+            mode: of :data:`.engine_modes.MODES` or ``HUMMING``.
             config: the model's ``config.json``.
         """
         sizes = sorted({*self.batches, *_PREFILL_SIZES})

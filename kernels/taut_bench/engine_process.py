@@ -39,7 +39,7 @@ class EngineProcess:
 
         Args:
             checkpoint: what it loads.
-            mode: one of :data:`.engine_modes.MODES`.
+            mode: one of :data:`.engine_modes.MODES` or ``HUMMING``.
             settings: of the run.
             directory: of its log, its kernel record and its profile.
             profile: write decode steps by kernel when it is closed.

@@ -6,6 +6,7 @@ import csv
 import json
 import sys
 import types
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,29 @@ def test_stock_alone_asks_for_no_plugin(monkeypatch: Any) -> None:
     monkeypatch.setattr(engine_modes.selfcheck, "entry_points", lambda *, group: [])
     assert not engine_modes.unready(["off"])
     assert engine_modes.unready(["off", "prefer"])
+
+
+def test_stock_with_hummings_kernels_is_stock_told_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(engine_modes.selfcheck, "entry_points", lambda *, group: [])
+    options = engine_modes.engine_options("humming", [1])
+    assert options == engine_modes.engine_options("off", [1]) | {"linear_backend": "humming"}
+    assert engine_modes.environment("humming", tmp_path)["TAUT_KERNELS"] == "off"
+    monkeypatch.setattr(engine_modes, "find_spec", lambda name: name)
+    assert not engine_modes.unready(["off", "humming"])
+    monkeypatch.setattr(engine_modes, "find_spec", lambda name: None)
+    assert engine_modes.unready(["off", "humming"])
+    said = "error: mode humming: humming-kernels is not installed\n"
+    assert capsys.readouterr().err == said
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(find_spec("vllm") is None, reason="the option is vLLM's")
+def test_the_option_for_hummings_kernels_is_one_of_vllms(run_with_vllm: Any) -> None:
+    known = "import typing; from vllm.config.kernel import LinearBackend as Known"
+    done = run_with_vllm("-c", f"{known}; assert 'humming' in typing.get_args(Known)")
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_report_names_the_best_rival_and_the_share(
