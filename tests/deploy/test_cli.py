@@ -242,14 +242,14 @@ def test_doctor_says_who_multiplies_int8_on_a_cpu(wrong, mode, found, monkeypatc
     assert found[1] in remark
 
 
-UNASKED = "for Llama, Mistral and Qwen in W4A16 and 8 bits; for others with"
+BY_DEFAULT = "for Llama, Mistral and Qwen in W4A16 and 8 bits; for others with"
 
 
 @pytest.mark.parametrize(
     ("gpu", "found"),
     [
-        ("NVIDIA H200", UNASKED),
-        ("NVIDIA H100 80GB HBM3", UNASKED),
+        ("NVIDIA H200", BY_DEFAULT),
+        ("NVIDIA H100 80GB HBM3", BY_DEFAULT),
         ("NVIDIA H100 PCIe", "not used: not measured"),
     ],
 )

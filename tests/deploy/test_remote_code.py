@@ -1,4 +1,4 @@
-"""Python code that comes with a model: never run unasked, and named before it runs."""
+"""Python code that comes with a model: never run without leave, and named before it runs."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def test_a_catalogue_name_is_not_taken_by_a_file(name, tmp_path):
         models.fetch(str(gguf))
     assert models.list() == []
     assert models.fetch(str(gguf), force=True).source.startswith("gguf sha256:")
-    # Nor does the catalogue replace it unasked.
+    # Nor does the catalogue replace it by itself.
     with pytest.raises(ModelError, match="holds a model of this name from gguf"):
         models.fetch("smollm2-135m-instruct")
 

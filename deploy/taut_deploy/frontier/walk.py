@@ -66,7 +66,7 @@ def search(
 
     Args:
         request: what is asked for.
-        left_out: recipes that are not tried unasked.
+        left_out: recipes that are tried only where they are named.
         progress: told steps done, steps in all, and what is being done.
         say: told what was found, in lines.
 

@@ -36,7 +36,7 @@ FIRST_LOOK_S = 0.002
 """After something was sent to a client that sends no more; doubled for each look up to LOOK_S."""
 ASK_AGAIN_S = 5.0
 """A client that sends no more can leave without another word."""
-# Not in every system's module; a hang-up is reported unasked.
+# Not in every system's module; a hang-up is always reported.
 _SENDS_NO_MORE = getattr(select, "POLLRDHUP", 0)
 _GONE = select.POLLHUP | select.POLLERR
 
