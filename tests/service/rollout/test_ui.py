@@ -245,6 +245,68 @@ async def test_the_playground_streams_both_answers(tmp_path: Path, chat: bool) -
             assert (await admin.ask("POST", path, _json(wrong))).status == 404
 
 
+def _streamed(event: str) -> bytes:
+    """The answer of a worker that sends this and no more."""
+    body = event.encode() + b"\n\n"
+    head = b"content-type: text/event-stream\r\ncontent-length: %d" % len(body)
+    return b"HTTP/1.1 200 OK\r\n%b\r\n\r\n%b" % (head, body)
+
+
+def _told(**logprobs: Any) -> str:
+    return "data: " + json.dumps({"choices": [{"text": " b", "logprobs": logprobs}]})
+
+
+@pytest.mark.parametrize(
+    ("event", "tokens", "error"),
+    [
+        ('data: {"choices": [{"text": " b"}]}', [(" b", None)], ""),
+        ('data: {"choices": [{"delta": {"content": " b"}}]}', [(" b", None)], ""),
+        ('data: {"choices": [{"delta": {"role": "assistant"}}]}', [], ""),
+        (_told(tokens=[" b"], token_logprobs=[1000.0]), [(" b", 1.0)], ""),
+        (_told(tokens=[" b"], token_logprobs=[-1e999]), [(" b", None)], ""),
+        (_told(tokens=[" b"], token_logprobs=[10**400]), [], "is not as vLLM writes it"),
+        (_told(tokens=[" b"], token_logprobs=[]), [], "is not as vLLM writes it"),
+        ('data: {"choices": [5]}', [], "is not as vLLM writes it"),
+        ("data: {no", [], "/v1/completions answered with what is no JSON"),
+        ('data: {"error": {"message": "x"}}', [], "the worker broke off its answer"),
+        ("data: " + "x" * 2_000_000, [], "an event of more than 262144 bytes"),
+    ],
+    ids=[
+        *("no logprobs", "chat without logprobs", "a role", "more than certain", "impossible"),
+        *("a huge number", "no number", "no choice", "no JSON", "an error", "no end"),
+    ],
+)
+async def test_the_playground_shows_what_a_worker_tells_and_says_what_it_does_wrong(
+    tmp_path: Path, event: str, tokens: list[tuple[str, float | None]], error: str
+) -> None:
+    two = ReadingEngine(faults=Faults(raw=_streamed(event)))
+    async with ReadingEngine(Reading(answer="a b c")) as base, two as small:
+        settings = settings_of(base, small, {"directory": str(tmp_path)})
+        async with administered(settings) as admin:
+            body = {"model": "m", "variants": ["base", "small"], "prompt": "x"}
+            path = "/admin/playground/stream"
+            parts = _events((await admin.ask("POST", path, _json(body))).body)
+    theirs = [part for part in parts if part["side"] == 1]
+    told = [(t["text"], t["probability"]) for part in theirs for t in part["tokens"]]
+    assert (told, error in theirs[-1]["error"]) == (tokens, True)
+    assert bool(theirs[-1]["error"]) == bool(error)
+    ours = [t["text"] for part in parts if part["side"] == 0 for t in part["tokens"]]
+    assert ours == ["a", "b", "c"], "the other goes on"
+
+
+async def test_the_playground_names_the_first_token_that_differs(tmp_path: Path) -> None:
+    one, two = ReadingEngine(Reading(answer="a b c")), ReadingEngine(Reading(answer="a x c"))
+    async with one as base, two as small:
+        settings = settings_of(base, small, {"directory": str(tmp_path)})
+        async with administered(settings) as admin:
+            body = {"model": "m", "variants": ["base", "small"], "prompt": "x"}
+            found = (await admin.ask("POST", "/admin/playground", _json(body))).json
+            assert found["first_difference"] == 1
+            body["variants"] = ["base", "base"]
+            found = (await admin.ask("POST", "/admin/playground", _json(body))).json
+            assert found["first_difference"] is None
+
+
 def _events(body: bytes) -> list[dict[str, Any]]:
     return [json.loads(event.removeprefix(b"data: ")) for event in body.split(b"\n\n") if event]
 
