@@ -142,6 +142,8 @@ async def test_two_gateways_share_one_rollout_and_its_evidence(tmp_path: Path) -
         await eventually(lambda: is_lost(one))
         status, lost = await do(one, "start", candidate="small", force=True)
         assert (status, lost["error"]["code"]) == (503, "journal_lost")
+        history = await one.ask("GET", "/admin/rollout/history")
+        assert (history.status, history.error["code"]) == (503, "journal_lost")
         assert (
             await one.harness.post({"model": "m", "prompt": "x", "max_tokens": 2})
         ).status == 200
