@@ -14,18 +14,17 @@ from .test_guard import ended, guarded, send, settings_of
 BODY, ANSWER = b'{"prompt": "hi"}', b'{"choices": [{"text": "ho"}]}'
 
 
-@pytest.mark.parametrize(
-    ("body", "answer"),
-    [
-        (b"{", ANSWER),
-        (b"[" * 20_000, ANSWER),
-        (b'["hi"]', ANSWER),
-        (b'{"prompt": ["hi", "ho"]}', ANSWER),
-        (BODY, b"{"),
-        (BODY, b'data: {"choices": [{"text": "ho"}]},{}\n\n'),
-    ],
-)
-async def test_what_is_no_single_text_and_answer_asks_nobody(body: bytes, answer: bytes) -> None:
+UNSUPPORTED = [
+    (b"{", ANSWER),
+    (b"[" * 20_000, ANSWER),
+    (b'["hi"]', ANSWER),
+    (b'{"prompt": ["hi", "ho"]}', ANSWER),
+    (BODY, b"{"),
+    (BODY, b'data: {"choices": [{"text": "ho"}]},{}\n\n'),
+]
+
+
+async def test_what_is_no_single_text_and_answer_asks_nobody() -> None:
     async with (
         ReadingEngine() as base,
         ReadingEngine() as small,
@@ -33,9 +32,10 @@ async def test_what_is_no_single_text_and_answer_asks_nobody(body: bytes, answer
     ):
         variants = harness.app.reloader.current.models["m"].variants
         readers = [Reader(variants[name], guard.settings) for name in ("small", "base")]
-        heard = Heard("m", "small", "/v1/completions", body, [answer])
-        found = await compare(heard, *readers, guard.settings, by_candidate=True)
-        assert (found.result, found.values) == ("unsupported", {})
+        for body, answer in UNSUPPORTED:
+            heard = Heard("m", "small", "/v1/completions", body, [answer])
+            found = await compare(heard, *readers, guard.settings, by_candidate=True)
+            assert (found.result, found.values) == ("unsupported", {}), (body[:40], answer)
         assert base.reading.calls == small.reading.calls == []
 
 
@@ -63,16 +63,20 @@ async def test_a_prompt_without_tokens_is_not_compared() -> None:
         assert guard.evidence("m", "small").answers == 0
 
 
-@pytest.mark.parametrize("answer", ["", "word " * 100], ids=["empty", "too long"])
+@pytest.mark.parametrize(
+    ("answer", "judged"),
+    [("abc", 2), ("", 0), ("abc" * 100, 0)],
+    ids=["short", "empty", "too long"],
+)
 async def test_an_answer_that_cannot_be_read_says_nothing_about_the_temperature(
-    answer: str,
+    answer: str, judged: int
 ) -> None:
     """The candidate answers again, for nobody; the rest of the comparison counts."""
     async with (
-        ReadingEngine() as base,
+        ReadingEngine(Reading(temperature=1.0)) as base,
         ReadingEngine(Reading(answer=answer)) as small,
         guarded(settings_of(small, base, weight=0.0, max_tokens=100)) as (harness, guard),
     ):
         await send(harness, 2)
         evidence = guard.evidence("m", "small")
-        assert (evidence.tally("kl").size, evidence.tally("warmer").size) == (2, 0)
+        assert (evidence.tally("kl").size, evidence.tally("warmer").size) == (2, judged)

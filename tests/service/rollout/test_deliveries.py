@@ -149,6 +149,25 @@ async def test_a_receiver_that_never_answers_does_not_hold_up_the_end(
     assert "rollout: somebody was not told everything" in caplog.text
 
 
+async def test_a_defect_that_ends_the_deliveries_is_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def deliver(_: int) -> None:
+        raise ZeroDivisionError("a defect")
+
+    broken = Outbox("somebody", deliver)
+    broken.start()
+    broken.put(1)
+    await eventually(lambda: bool(caplog.records))
+    await broken.close()
+    (record,) = caplog.records
+    assert (record.levelname, record.message) == (
+        "CRITICAL",
+        "rollout: somebody is told nothing any more",
+    )
+    assert record.exc_info is not None and "a defect" in str(record.exc_info[1])
+
+
 @pytest.mark.parametrize(
     "url", ["https://h/a b", "https://h/é", "https://h/\n", "https://h:port/", "https://[::1/"]
 )
