@@ -13,6 +13,7 @@ import pytest
 from gateway_harness import CHAT, COMPLETION, MODEL, eventually, gateway, settings_for
 from mock_engine import MockEngine
 
+from taut_deploy.ports import free_port
 from taut_service.__main__ import main as gateway_main
 from taut_service.admit.auth import ApiKeys, Caller
 from taut_service.admit.fair_queue import Priority
@@ -272,6 +273,7 @@ def test_check_reads_the_file_of_keys(tmp_path: Path) -> None:
     file.write_text(
         f"models: [{{name: m, max_model_len: 8, workers: [{worker}]}}]\n"
         f"api_keys_file: {tmp_path / 'keys'}\n"
+        f"listen: {{port: {free_port()}}}\n"
     )
     for arguments in ([], ["--check"]):
         command = [sys.executable, "-m", "taut_service", "--config", str(file), *arguments]
