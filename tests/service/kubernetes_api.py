@@ -54,6 +54,8 @@ class FakeApi:
         self.history: list[tuple[int, bytes]] = []
         self.changed = asyncio.Condition()
         self.fail_with: int | None = None
+        self.raw: bytes | None = None
+        """The whole answer to every request."""
         self.garbage: bytes | None = None
         self.page = 500
         self.lists = 0
@@ -103,8 +105,8 @@ class FakeApi:
     async def bookmark(self) -> None:
         await self._record("BOOKMARK", {"kind": "EndpointSlice", "metadata": {}})
 
-    async def error(self, code: int) -> None:
-        await self._record("ERROR", {"kind": "Status", "code": code, "reason": "Expired"})
+    async def error(self, code: int, reason: str = "Expired") -> None:
+        await self._record("ERROR", {"kind": "Status", "code": code, "reason": reason})
 
     async def compact(self) -> None:
         """Forget the history: a watch from an older version is answered with 410."""
@@ -154,7 +156,9 @@ class FakeApi:
             assert method == "GET"
             assert parts.path == "/apis/discovery.k8s.io/v1/namespaces/ns/endpointslices"
             assert query["labelSelector"] == SELECTOR
-        if f"authorization: Bearer {self.token}" not in headers:
+        if self.raw is not None:
+            writer.write(self.raw)
+        elif f"authorization: Bearer {self.token}" not in headers:
             self.refused += 1
             self._document(writer, 401, {"kind": "Status", "code": 401, "reason": "Unauthorized"})
         elif self.fail_with is not None:

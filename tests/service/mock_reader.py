@@ -41,7 +41,8 @@ class Reading:
     ``harm`` and ``noise`` are standard deviations added to its logits: harm is always the same at
     a place, noise differs from call to call. ``prefix`` stands before every prompt, as another
     chat template would. ``answer`` replaces an answer to a conversation or a prompt, ``calls_tool``
-    makes it the arguments of a call. ``delay_s`` is spent by ``sleep`` before a reading. With a
+    makes it the arguments of a call. ``raw`` is the whole answer to a reading, ``tokenized`` to
+    ``/tokenize``. ``delay_s`` is spent by ``sleep`` before a reading. With a
     ``temperature`` answers are drawn from the table.
     """
 
@@ -52,6 +53,7 @@ class Reading:
     nan: bool = False
     status: int = 200
     raw: bytes | None = None
+    tokenized: bytes | None = None
     answer: str | None = None
     calls_tool: str | None = None
     encoding: str = "utf-8"
@@ -90,7 +92,8 @@ class ReadingConversation(Conversation):
         if path == "/tokenize":
             reading.calls.append(path)
             tokens = list(text_of(body, reading.prefix).encode(reading.encoding))
-            self.write(200, json.dumps({"tokens": tokens, "count": len(tokens)}).encode())
+            told = json.dumps({"tokens": tokens, "count": len(tokens)}).encode()
+            self.write(200, told if reading.tokenized is None else reading.tokenized)
         elif path == "/v1/completions" and "prompt_logprobs" in body:
             reading.calls.append("read")
             with contextlib.suppress(asyncio.CancelledError):

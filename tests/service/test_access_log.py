@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import logging
 import os
 import sys
 import time
@@ -22,6 +23,7 @@ from taut_service.config.settings import AccessLogSettings, Settings
 from taut_service.http.sse import Usage
 from taut_service.watch import access_log
 from taut_service.watch.access_log import AccessLog
+from taut_service.watch.logs import JsonFormatter
 from taut_service.watch.metrics import Metrics
 
 ROUTE = Metrics().route("unknown", "completions")
@@ -229,3 +231,15 @@ def test_a_switch_is_short_for_the_section() -> None:
     for wrong in ({"ratio": 2}, {"ratio": -0.1}, "yes", {"unknown": 1}):
         with pytest.raises(ValidationError):
             Settings.model_validate({"models": [model], "access_log": wrong})
+
+
+def test_a_traceback_of_the_process_log_is_in_its_one_line() -> None:
+    try:
+        raise ZeroDivisionError("a defect")
+    except ZeroDivisionError:
+        given = ("taut_service.x", logging.ERROR, __file__, 1, "%s ended", ("it",), sys.exc_info())
+        line = JsonFormatter().format(logging.LogRecord(*given))
+    assert "\n" not in line
+    told = json.loads(line)
+    assert (told["level"], told["message"]) == ("error", "it ended")
+    assert told["exception"].endswith("ZeroDivisionError: a defect")

@@ -6,12 +6,15 @@ import hashlib
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from gateway_harness import CHAT, COMPLETION, MODEL, eventually, gateway, settings_for
 from mock_engine import MockEngine
 
+from taut_deploy.ports import free_port
+from taut_service.__main__ import main as gateway_main
 from taut_service.admit.auth import ApiKeys, Caller
 from taut_service.admit.fair_queue import Priority
 from taut_service.admit.key_file import KeyFileWatch, read_keys
@@ -247,6 +250,22 @@ def test_hash_key_reads_standard_input(given: str, code: int, printed: str) -> N
     assert "Traceback" not in result.stderr
 
 
+def test_hash_key_asks_at_a_terminal_where_nobody_sees_what_is_typed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[str] = []
+
+    def typed(prompt: str, stream: Any) -> str:
+        asked.append(prompt)
+        assert stream is sys.stderr
+        return " k-plain "
+
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setattr("getpass.getpass", typed)
+    assert gateway_main(["hash-key"]) == 0
+    assert (asked, capsys.readouterr().out) == (["API key: "], sha256("k-plain") + "\n")
+
+
 def test_check_reads_the_file_of_keys(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("broken\n")
     worker = '{name: w, url: "http://127.0.0.1:1"}'
@@ -254,6 +273,7 @@ def test_check_reads_the_file_of_keys(tmp_path: Path) -> None:
     file.write_text(
         f"models: [{{name: m, max_model_len: 8, workers: [{worker}]}}]\n"
         f"api_keys_file: {tmp_path / 'keys'}\n"
+        f"listen: {{port: {free_port()}}}\n"
     )
     for arguments in ([], ["--check"]):
         command = [sys.executable, "-m", "taut_service", "--config", str(file), *arguments]

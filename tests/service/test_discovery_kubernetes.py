@@ -14,7 +14,8 @@ from gateway_harness import eventually
 from kubernetes_api import FakeApi, endpoint, endpoint_slice
 from pydantic import ValidationError
 
-from taut_service.config.settings import KubernetesDiscovery, WorkerSettings
+from taut_service.config.settings import Discovery, KubernetesDiscovery, WorkerSettings
+from taut_service.kubernetes import api_server
 from taut_service.worker.discovery.endpoint_slices import SliceSet
 from taut_service.worker.discovery.kubernetes import EndpointWatch
 
@@ -209,6 +210,83 @@ async def test_missing_service_account_is_said(tmp_path: Path) -> None:
             assert "No such file" in follower.watch.state.detail
 
 
+def whole(status: int, body: bytes) -> bytes:
+    return b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n%b" % (status, len(body), body)
+
+
+@pytest.mark.parametrize(
+    ("raw", "told"),
+    [
+        (whole(502, b"<html>Bad Gateway</html>"), "the API server answered 502"),
+        (whole(500, b'["oh"]'), "the API server answered 500"),
+        (whole(200, b'{"items": [], "metadata": {}}'), "the list has no resourceVersion"),
+        (whole(200, b'{"items": [{"metadata": {}}], "metadata": {}}'), "a slice has no name"),
+        (whole(200, b"[" + b" " * 3000 + b"]"), "the answer is too long"),
+    ],
+)
+async def test_an_answer_that_is_no_list_is_said(
+    tmp_path: Path, raw: bytes, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api_server, "MAX_DOCUMENT_BYTES", 2000)
+    async with FakeApi(tmp_path) as api:
+        api.raw = raw
+        async with following(api) as follower:
+            await eventually(lambda: follower.watch.state.detail == told)
+            assert follower.applied == []
+
+
+async def test_a_line_of_the_watch_without_an_end_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api_server, "MAX_LINE_BYTES", 2000)
+    async with FakeApi(tmp_path) as api, following(api) as follower:
+        await eventually(lambda: api.watches)
+        api.garbage = b"x" * 3000
+        await api.bookmark()
+        await eventually(lambda: follower.watch.state.failures >= 1)
+        assert follower.watch.state.detail == "a line of the watch is too long"
+
+
+async def test_an_error_within_the_watch_is_said(tmp_path: Path) -> None:
+    async with FakeApi(tmp_path) as api, following(api) as follower:
+        await eventually(lambda: api.watches)
+        await api.error(500, "InternalError")
+        told = "the API server answered 500 InternalError"
+        await eventually(lambda: follower.watch.state.detail == told)
+
+
+async def test_a_refused_watch_is_said(tmp_path: Path) -> None:
+    """The account may list and not watch, which its role forgot."""
+    async with FakeApi(tmp_path) as api, following(api) as follower:
+        await eventually(lambda: api.watches)
+        api.fail_with = 403
+        api.drop_connections()
+        told = "the API server answered 403 Boom"
+        await eventually(lambda: follower.watch.state.detail == told)
+
+
+async def test_an_authority_that_is_no_certificate_is_said(tmp_path: Path) -> None:
+    async with FakeApi(tmp_path) as api:
+        (tmp_path / "ca.crt").write_text("not PEM")
+        async with following(api) as follower:
+            told = f"{tmp_path}/ca.crt is not a PEM certificate"
+            await eventually(lambda: follower.watch.state.detail == told)
+            assert api.lists == 0
+
+
+async def test_a_server_that_takes_the_connection_and_is_silent_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api_server, "CONNECT_S", 0.05)
+    async with FakeApi(tmp_path) as api:
+        await api.stop()
+        silent = await asyncio.start_server(lambda *_: None, "127.0.0.1", api.port)
+        async with following(api) as follower:
+            told = "no connection within 0.05 s"
+            await eventually(lambda: follower.watch.state.detail == told)
+        silent.close()
+
+
 def slices(port: int | str, *items: dict[str, Any]) -> list[str]:
     kept = SliceSet(port)
     for item in items:
@@ -251,3 +329,13 @@ def test_wrong_settings_are_refused(key: str, value: object) -> None:
     KubernetesDiscovery.model_validate(good)
     with pytest.raises(ValidationError):
         KubernetesDiscovery.model_validate({**good, key: value})
+
+
+@pytest.mark.parametrize("keys", [(), ("dns", "kubernetes")])
+def test_one_source_of_workers_is_asked_for(keys: tuple[str, ...]) -> None:
+    each: dict[str, Any] = {
+        "dns": {"host": "vllm", "port": 8000},
+        "kubernetes": {"namespace": "ns", "service": "vllm", "port": 8000},
+    }
+    with pytest.raises(ValidationError, match="give either 'dns' or 'kubernetes'"):
+        Discovery.model_validate({key: each[key] for key in keys})

@@ -14,7 +14,7 @@ import pytest
 from gateway_harness import eventually, settings_for
 
 from taut_service.admit.auth import ApiKeys
-from taut_service.admit.key_file import KeyFileWatch, read_keys
+from taut_service.admit.key_file import MAX_FILE_BYTES, KeyFileWatch, read_keys
 from taut_service.config.settings import SettingsError
 from taut_service.errors import UnauthorizedError
 
@@ -59,6 +59,14 @@ def test_unusable_file_is_one_line_and_shows_no_secret(
     assert message in str(refused.value)
     assert "secret" not in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_a_file_of_no_sensible_size_is_not_read(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    with file.open("wb") as stream:
+        stream.truncate(MAX_FILE_BYTES + 1)
+    with pytest.raises(SettingsError, match=f"^{file}: larger than {MAX_FILE_BYTES} bytes$"):
+        read_keys(file)
 
 
 @asynccontextmanager

@@ -389,6 +389,12 @@ def test_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
         build_store(settings)
 
 
+@pytest.mark.parametrize("url", ["redis://h?db=x", "redis://h:port"])
+def test_an_address_that_redis_refuses_is_named_by_its_key(url: str) -> None:
+    with pytest.raises(SettingsError, match=r"^rate_limits\.redis\.url: "):
+        RedisLimitStore(RedisStore(url=url))
+
+
 def test_check_reads_the_password_file(tmp_path: Path) -> None:
     file = tmp_path / "gateway.yaml"
     file.write_text(

@@ -128,6 +128,11 @@ ROWS = [
     (MINIMAL + MINIMAL.replace("models:", ""), "two entries share the model name 'm'"),
     (MINIMAL.replace("64", "64\n    aliases: [m]"), "two entries share the model name 'm'"),
     (MINIMAL.replace("64", "64\n    sticky: ip"), "models[0].sticky: "),
+    (
+        VARIANTS
+        + "    brown_out: {from: a, to: b, at_queue_fraction: 0.3, until_queue_fraction: 0.3}\n",
+        "until_queue_fraction must be smaller than at_queue_fraction",
+    ),
     (MINIMAL.replace("64", "64\n    affinity: {by: moon}"), "models[0].affinity.by: "),
     (MINIMAL.replace("64", "64\n    affinity: {max_load_ratio: 0.5}"), "models[0].affinity.max_l"),
     (VARIANTS.replace("weight: 9", "weight: 0"), "models[0]: the weights of 'variants' are all 0"),
@@ -167,6 +172,14 @@ def test_mistake_is_one_line_naming_the_place(tmp_path: Path, text: str, message
     lines = str(refused.value).splitlines()
     assert any(message in line for line in lines), lines
     assert all(line.startswith(str(tmp_path / "gateway.yaml")) for line in lines)
+
+
+def test_a_file_of_no_sensible_size_is_not_read(tmp_path: Path) -> None:
+    file = tmp_path / "gateway.yaml"
+    with file.open("wb") as stream:
+        stream.truncate(2**24 + 1)
+    with pytest.raises(SettingsError, match=f"^{file}: larger than 16777216 bytes$"):
+        load_settings(file)
 
 
 @pytest.mark.parametrize("content", [None, b"\xff\xfe\x00"])

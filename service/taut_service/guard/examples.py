@@ -75,16 +75,23 @@ class ExampleFiles:
         }
         file = self._settings.directory / f"{time.time_ns()}{_SUFFIX}"
         opened = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _MODE)
-        with os.fdopen(opened, "w", encoding="utf-8") as stream:
+        # Half of a surrogate pair, which JSON may hold, is written as JSON's own escape.
+        with os.fdopen(opened, "w", encoding="utf-8", errors="backslashreplace") as stream:
             json.dump(document, stream, ensure_ascii=False)
         self._delete_old(now)
         return file
 
     def _delete_old(self, now: float) -> None:
-        files = sorted(self._settings.directory.glob(f"*{_SUFFIX}"))
+        found = self._settings.directory.glob(f"*{_SUFFIX}")
+        # Copies under other names are a person's.
+        files = sorted(file for file in found if _written_at(file).isdecimal())
         for file in files[: -self._settings.max_files]:
             file.unlink(missing_ok=True)
         for file in files[-self._settings.max_files :]:
-            if int(file.name.removesuffix(_SUFFIX)) / 1e9 >= now - self._settings.keep_s:
+            if int(_written_at(file)) / 1e9 >= now - self._settings.keep_s:
                 break
             file.unlink(missing_ok=True)
+
+
+def _written_at(file: Path) -> str:
+    return file.name.removesuffix(_SUFFIX)

@@ -173,8 +173,6 @@ class Guard:
         if focus is not None:
             return model.variants.get(focus)
         others = [v for v in model.variants.values() if v.name != model.settings.baseline]
-        if not others:
-            return None
         self._turn += 1
         return others[self._turn % len(others)]
 

@@ -101,9 +101,7 @@ class Rollouts:
     async def start_watching(self) -> None:
         """Read the journal, put what it says in force, begin to decide."""
         try:
-            await self.journal.refresh()
-            self._take_over()
-            await self._gather_all()
+            await self._catch_up()
         except JournalLostError as error:
             self._lose(error)
         for outbox in self._outboxes:
@@ -122,6 +120,17 @@ class Rollouts:
             except JournalLostError as error:
                 logger.error("rollout: evidence was not saved: %s", error)
             await asyncio.gather(*(outbox.close() for outbox in self._outboxes))
+
+    async def entries(self) -> list[Entry]:
+        """Return all lines of the journal, those that others have just appended included.
+
+        Raises:
+            JournalLostError: it cannot be reached, or was tampered with.
+        """
+        # Two that read new lines at once would both add them.
+        async with self._one_at_a_time:
+            await self.journal.refresh()
+            return list(self.journal.entries)
 
     def moved(self, state: Rollout, **changes: Any) -> Rollout:
         """Return a state at the beginning of a step: evidence counts anew towards its share."""
@@ -209,14 +218,17 @@ class Rollouts:
             if state.weighs and not self.missing(state):
                 await self._evidence.gather(state)
 
+    async def _catch_up(self) -> None:
+        async with self._one_at_a_time:
+            await self.journal.refresh()
+            self._take_over()
+            await self._gather_all()
+
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(self.settings.every_s)
             try:
-                async with self._one_at_a_time:
-                    await self.journal.refresh()
-                    self._take_over()
-                    await self._gather_all()
+                await self._catch_up()
                 self._find()
                 for model in list(self._states):
                     await self._decide(model)
@@ -241,9 +253,7 @@ class Rollouts:
         )
 
     async def _decide(self, model: str) -> None:
-        state = self.state(model)
-        if state is None:
-            return
+        _, state = self._states[model]
         if missing := self.missing(state):
             self.decisions[model] = Decision("wait", missing)
             return

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import io
 import json
 import logging
 import os
@@ -16,7 +17,6 @@ import time
 from collections import Counter
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import BinaryIO
 
 from taut_service.config.settings import SettingsError
 from taut_service.rollout.audit import Entry, TamperedError, check_lines
@@ -41,7 +41,7 @@ class FileJournal:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.entries: list[Entry] = []
-        self._file: BinaryIO | None = None
+        self._file: io.FileIO | None = None
         self._counts: dict[str, Counter[str]] = {}
         self._dirty = False
         self._saved_at = 0.0
@@ -60,7 +60,8 @@ class FileJournal:
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         path = self._folder / AUDIT
         opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, _MODE)
-        self._file = os.fdopen(opened, "r+b")
+        # Without a buffer: it would keep what a full disk did not take, and write it later.
+        self._file = os.fdopen(opened, "r+b", buffering=0)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -111,10 +112,10 @@ class FileJournal:
 
     def _write(self, line: str) -> None:
         assert self._file is not None  # noqa: S101 - opened at the start
-        size = self._file.seek(0, os.SEEK_END)
+        size, left = self._file.seek(0, os.SEEK_END), line.encode() + b"\n"
         try:
-            self._file.write(line.encode() + b"\n")
-            self._file.flush()
+            while left:
+                left = left[self._file.write(left) :]
             os.fsync(self._file.fileno())
         except OSError:
             # Half a line must not be continued by the next.

@@ -42,6 +42,7 @@ class Outbox(Generic[Item]):
     def start(self) -> None:
         """Begin to deliver."""
         self._task = asyncio.get_running_loop().create_task(self._deliver_all())
+        self._task.add_done_callback(self._ended)
 
     def put(self, item: Item) -> None:
         """Deliver it, soon; before the start nothing is."""
@@ -92,3 +93,8 @@ class Outbox(Generic[Item]):
         if not self._lost:
             logger.error("rollout: %s is not told of changes: %s", self._name, reason)
         self._lost = True
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            text = "rollout: %s is told nothing any more"
+            logger.critical(text, self._name, exc_info=task.exception())

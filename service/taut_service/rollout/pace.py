@@ -59,12 +59,10 @@ def median_of(times_s: Sequence[float]) -> Median:
 @lru_cache(maxsize=512)
 def _rank(count: int) -> int:
     """Return k so that the k-th least and largest of so many values are the ends; 0 for none."""
-    below, rank = 0, 0
-    while rank < count:
-        below += comb(count, rank)
-        if below > _ONE_SIDED * 2**count:
-            return rank
+    below, rank = 1, 0
+    while below <= _ONE_SIDED * 2**count:
         rank += 1
+        below += comb(count, rank)
     return rank
 
 

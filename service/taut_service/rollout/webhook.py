@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import urllib.error
 import urllib.request
+from typing import Any
 
 from taut_service.rollout.audit import Entry
 from taut_service.rollout.outbox import DeliveryError, Outbox
@@ -22,7 +24,7 @@ def webhook(url: str) -> Outbox[Entry]:
     async def deliver(entry: Entry) -> None:
         try:
             await asyncio.to_thread(_post, url, entry.line.encode())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             # Only what went wrong is written down, not the address.
             reason = getattr(error, "reason", None) or getattr(error, "code", None) or error
             raise DeliveryError(str(reason)) from error
@@ -30,9 +32,17 @@ def webhook(url: str) -> Outbox[Entry]:
     return Outbox("the webhook", deliver)
 
 
+class _NowhereElse(urllib.request.HTTPRedirectHandler):
+    """Follows nothing: a POST that is sent elsewhere becomes a GET, without what it told."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
 def _post(url: str, body: bytes) -> None:
     request = urllib.request.Request(  # noqa: S310 - http or https: the settings see to it
         url, body, {"content-type": "application/json"}, method="POST"
     )
-    with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:  # noqa: S310
+    opener = urllib.request.build_opener(_NowhereElse)
+    with opener.open(request, timeout=TIMEOUT_S) as answer:
         answer.read(1024)

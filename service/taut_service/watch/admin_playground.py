@@ -174,12 +174,12 @@ def _tokens(answer: Any) -> list[Token]:
             text = choice["text"] if said is None else said.get("content")
             return [Token(text=text, probability=None)] if text else []
         return [Token(text=text, probability=_probability(log)) for text, log in pairs]
-    except (LookupError, TypeError, AttributeError, ValueError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise ReadError("the worker's answer is not as vLLM writes it") from error
 
 
 def _probability(log: float) -> float | None:
-    return min(1.0, math.exp(log)) if math.isfinite(log) else None
+    return math.exp(min(0.0, log)) if math.isfinite(log) else None
 
 
 def _first_difference(one: PlaygroundAnswer, two: PlaygroundAnswer) -> int | None:

@@ -308,8 +308,7 @@ def _add_history(admin: FastAPI, rollouts: Rollouts) -> None:
         limit: Annotated[int, Query(ge=1, le=10_000)] = 100,
     ) -> History:
         try:
-            await rollouts.journal.refresh()
-            known = rollouts.journal.entries
+            known = await rollouts.entries()
             lines = [entry.line for entry in known]
             await asyncio.to_thread(check_lines, lines, "the audit log")
         except (JournalLostError, TamperedError) as error:

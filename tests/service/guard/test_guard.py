@@ -506,3 +506,118 @@ def test_what_is_too_large_is_not_kept() -> None:
         tap.finish(call)
     assert ended[:2] == [None, None]
     assert ended[2] is not None and list(ended[2].answer) == [b"y"]
+
+
+async def test_other_models_and_routes_are_not_drawn() -> None:
+    async with ReadingEngine() as base, ReadingEngine() as small, ReadingEngine() as lone:
+        document = settings_of(small, base).model_dump(mode="json")
+        worker = {"name": "lone", "url": lone.url}
+        document["models"].append({"name": "lone", "max_model_len": 64, "workers": [worker]})
+        async with guarded(Settings.model_validate(document)) as (harness, _):
+            for body, path in (
+                ({"model": "lone", "prompt": "x", "max_tokens": 12}, "/v1/completions"),
+                ({"model": "m", "input": "x"}, "/v1/embeddings"),
+            ):
+                assert (await harness.post(body, path)).status == 200
+            await send(harness, 1)
+            assert await ended(harness) == 1
+            assert lone.reading.calls == ["answer"]
+
+
+async def test_an_answer_beyond_the_bound_is_counted_as_too_large() -> None:
+    long = Faults(tokens=12, token=" t" * (MAX_BYTES // 20))
+    async with (
+        ReadingEngine() as base,
+        ReadingEngine(faults=long) as small,
+        guarded(settings_of(small, base)) as (harness, guard),
+    ):
+        await send(harness, 2)
+        label = '{model="m",result="too_large",variant="none"}'
+        assert await harness.metric(f"taut_guard_answers_total{label}") == 2
+        assert guard.evidence("m", "small").answers == 0
+
+
+async def test_while_clients_wait_for_admission_nothing_is_compared() -> None:
+    slow = Faults(tokens=12, latency_s=0.05)
+    async with ReadingEngine() as base, ReadingEngine(faults=slow) as small:
+        document = settings_of(small, base).model_dump(mode="json")
+        document["admission"] = {"max_inflight": 1, "max_queued": 10}
+        async with guarded(Settings.model_validate(document)) as (harness, guard):
+            body = {"model": "m", "prompt": "x", "max_tokens": 12}
+            answers = await asyncio.gather(*(harness.post(body) for _ in range(4)))
+            assert [answer.status for answer in answers] == [200] * 4
+            await send(harness, 1)
+            label = '{model="m",result="load",variant="none"}'
+            waited = await harness.metric(f"taut_guard_answers_total{label}")
+            assert 2 <= waited <= 3  # behind the last of four nobody waits
+            await eventually(lambda: guard.evidence("m", "small").answers == 5 - waited)
+
+
+async def test_what_a_reload_takes_away_is_forgotten_and_its_series_end(tmp_path: Path) -> None:
+    """One answer of the old variant is being compared then, another waits."""
+    read = asyncio.Event()
+
+    async def held(_: float) -> None:
+        await read.wait()
+
+    async with ReadingEngine(Reading(delay_s=1, sleep=held)) as base, ReadingEngine() as small:
+        file = tmp_path / "gateway.yaml"
+        settings = settings_of(small, base, concurrency=1, regenerate=False)
+        async with gateway(settings, path=file) as harness:
+            await eventually(lambda: all(w.ready for _, _, w in workers(harness)))
+            guard = harness.app.guard
+            assert guard is not None
+            for number in range(2):
+                body = {"model": "m", "prompt": f"q {number}", "max_tokens": 12}
+                assert (await harness.post(body)).status == 200
+            await eventually(lambda: base.reading.calls.count("read") == 1)
+            document = settings.model_dump(mode="json")
+            document["models"][0]["variants"][1]["name"] = "next"
+            file.write_text(json.dumps(document))
+            await harness.app.reloader.reload()
+            read.set()
+            await send(harness, 1)
+            assert guard.queued == 0 and guard.paused("m", "next") == ""
+            shown = (await harness.request("GET", "/metrics")).body.decode()
+            named = [line for line in shown.splitlines() if line.startswith("taut_guard_")]
+            assert not any('variant="small"' in line for line in named)
+            assert await ended(harness) == await ended(harness, "compared") == 1
+            assert guard.evidence("m", "next").answers == 1
+
+
+async def test_an_example_that_cannot_be_written_is_said_and_stops_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "examples"
+    keep = {"directory": str(folder), "ratio": 1.0}
+    async with ReadingEngine() as base, ReadingEngine(Reading(harm=2.0)) as small:
+        settings = settings_of(small, base, keep="examples", examples=keep)
+        async with guarded(settings) as (harness, guard):
+            folder.rmdir()
+            await send(harness, 2)
+            text = "guard: an example was not kept: No such file or directory"
+            await eventually(lambda: caplog.text.count(text) == 2)
+            assert guard.evidence("m", "small").answers == 2
+
+
+async def test_a_guard_that_fails_by_itself_says_so_and_clients_are_served(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def broken(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr("taut_service.guard.guard.compare", broken)
+    async with (
+        ReadingEngine() as base,
+        ReadingEngine() as small,
+        guarded(settings_of(small, base, concurrency=1)) as (harness, guard),
+    ):
+        body = {"model": "m", "prompt": "x", "max_tokens": 12}
+        assert (await harness.post(body)).status == 200
+        stopped = "the guard has stopped: see the log"
+        await eventually(lambda: guard.paused("m", "small") == stopped)
+        assert await harness.metric('taut_guard_paused{model="m",variant="small"}') == 1
+        assert (await harness.post(body)).status == 200
+    (record,) = [record for record in caplog.records if record.levelname == "CRITICAL"]
+    assert record.message == "guard: a comparison failed by itself"
+    assert record.exc_info is not None and "a defect" in str(record.exc_info[1])

@@ -61,6 +61,28 @@ async def test_commands_their_order_and_what_they_refuse(tmp_path: Path) -> None
             assert history["lines"] == 7
 
 
+async def test_weights_set_by_hand_end_a_rollout_and_without_one_leave_no_line(
+    tmp_path: Path,
+) -> None:
+    async with ReadingEngine() as base, ReadingEngine() as small, ReadingEngine() as lone:
+        settings = settings_of(base, small, {"directory": str(tmp_path)})
+        document = settings.model_dump(mode="json")
+        worker = {"name": "lone", "url": lone.url}
+        document["models"].append({"name": "lone", "max_model_len": 64, "workers": [worker]})
+        async with administered(Settings.model_validate(document)) as admin:
+            for share, lines in ((0.2, 0), (0.3, 2), (0.4, 2)):
+                body = as_json({"weights": {"small": share}})
+                answer = await admin.ask("PUT", "/admin/models/m/weights", body)
+                assert (answer.status, (await report(admin))["weights"]["small"]) == (200, share)
+                history = (await admin.ask("GET", "/admin/rollout/history")).json
+                assert history["lines"] == lines
+                if not lines:
+                    assert (await do(admin, "start", candidate="small"))[0] == 200
+            status, refused = await do(admin, "start", model="lone", candidate="x")
+            assert (status, refused["error"]["code"]) == (409, "no_baseline")
+            assert "'lone' names no 'baseline'" in refused["error"]["message"]
+
+
 async def test_only_an_admin_key_moves_traffic(tmp_path: Path) -> None:
     async with ReadingEngine() as base, ReadingEngine() as small:
         settings = settings_of(base, small, {"directory": str(tmp_path)}, api_keys=KEYS)
@@ -142,6 +164,8 @@ async def test_two_gateways_share_one_rollout_and_its_evidence(tmp_path: Path) -
         await eventually(lambda: is_lost(one))
         status, lost = await do(one, "start", candidate="small", force=True)
         assert (status, lost["error"]["code"]) == (503, "journal_lost")
+        history = await one.ask("GET", "/admin/rollout/history")
+        assert (history.status, history.error["code"]) == (503, "journal_lost")
         assert (
             await one.harness.post({"model": "m", "prompt": "x", "max_tokens": 2})
         ).status == 200

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import resource
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from redis_process import redis_server
 
-from taut_service.config.settings import RolloutRedis, SettingsError
+from taut_service.config.settings import RolloutRedis, RolloutSettings, SettingsError
 from taut_service.rollout.audit import TamperedError, check_line, check_lines, write_line
 from taut_service.rollout.file_journal import AUDIT, EVIDENCE, FileJournal
-from taut_service.rollout.journal import Journal, JournalLostError
+from taut_service.rollout.journal import Journal, JournalLostError, build_journal
 from taut_service.rollout.redis_journal import RedisJournal
-from taut_service.rollout.state import Rollout
+from taut_service.rollout.state import Rollout, rollout_of
 
 STATE = Rollout("m", "small", "base", "id1", "running", 10.0, 1_700_000_000.0, "stärted", 5, 50)
 
@@ -41,6 +47,27 @@ def test_a_line_reads_back_and_no_other_follows() -> None:
 @pytest.mark.parametrize("line", ["", "{}", "[1]", '{"hash": 1}', "{" * 5000])
 def test_what_is_no_line_is_named(line: str) -> None:
     with pytest.raises(TamperedError, match=r"log: line 1: is no line"):
+        check_line(None, line, "log")
+
+
+@pytest.mark.parametrize(
+    ("document", "error"),
+    [
+        ({"model": "m"}, "is no state of a rollout"),
+        ({**STATE.as_json(), "of_later": 1}, "is no state of a rollout"),
+        ([STATE.as_json()], "is no state of a rollout"),
+        ({**STATE.as_json(), "phase": "paused"}, "has the unknown phase 'paused'"),
+    ],
+)
+def test_a_state_that_this_version_does_not_know_is_no_line(document: Any, error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        rollout_of(document)
+
+
+def test_a_whole_line_of_an_unknown_phase_is_refused_by_its_number() -> None:
+    later: Any = dataclasses.replace(STATE, phase="paused")  # type: ignore[arg-type]
+    line = write_line(None, "paused", "me", later, {}).line
+    with pytest.raises(TamperedError, match="log: line 1: is no line"):
         check_line(None, line, "log")
 
 
@@ -82,6 +109,84 @@ async def test_a_line_that_was_never_finished_is_cut_off(tmp_path: Path) -> None
     last = FileJournal(tmp_path)
     assert [entry.event for entry in last.entries] == ["started", "held"]
     await last.close()
+
+
+@contextmanager
+def files_end_at(size: int) -> Iterator[None]:
+    """Let no file grow beyond this, as a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+async def test_of_a_line_that_did_not_fit_on_the_disk_nothing_is_left(tmp_path: Path) -> None:
+    journal = FileJournal(tmp_path)
+    await write(journal, "started")
+    file = tmp_path / AUDIT
+    size = file.stat().st_size
+    with files_end_at(size + 20), pytest.raises(JournalLostError, match=r"audit\.jsonl: File too"):
+        await write(journal, "held")
+    assert (file.stat().st_size, len(journal.entries)) == (size, 1)
+    await write(journal, "promoted")
+    await journal.close()
+    again = FileJournal(tmp_path)
+    assert [entry.event for entry in again.entries] == ["started", "promoted"]
+    await again.close()
+
+
+async def test_a_line_that_the_disk_did_not_keep_is_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    journal = FileJournal(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("taut_service.rollout.file_journal.os.fsync", broken)
+        with pytest.raises(JournalLostError, match=r"audit\.jsonl: Input/output error"):
+            await write(journal, "started")
+    assert (tmp_path / AUDIT).read_bytes() == b""
+    await journal.close()
+
+
+async def test_evidence_that_could_not_be_saved_is_said_and_saved_the_next_time(
+    tmp_path: Path,
+) -> None:
+    journal = FileJournal(tmp_path)
+    await journal.add_counts("id1|x", {"answers": 2})
+    in_the_way = tmp_path / "evidence.new"
+    in_the_way.mkdir()
+    with pytest.raises(JournalLostError, match=r"evidence\.json: Is a directory"):
+        await journal.refresh()
+    in_the_way.rmdir()
+    await journal.close()
+    assert json.loads((tmp_path / EVIDENCE).read_text()) == {"id1|x": {"answers": 2}}
+
+
+def test_a_folder_that_cannot_be_used_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    folder = tmp_path / "file" / "rollout"
+    with pytest.raises(SettingsError, match=rf"rollout\.directory: {folder}: Not a directory"):
+        FileJournal(folder)
+    (tmp_path / AUDIT).mkdir()
+    with pytest.raises(SettingsError, match=rf"rollout\.directory: {tmp_path}/{AUDIT}: Is a dir"):
+        FileJournal(tmp_path)
+
+
+def test_a_shared_journal_without_the_package_names_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings = RolloutSettings.model_validate({"store": "redis", "redis": {"url": "redis://h"}})
+    monkeypatch.delitem(sys.modules, "taut_service.rollout.redis_journal")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "redis"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(
+        SettingsError, match=r"the Python package redis: pip install 'taut\[redis\]'"
+    ):
+        build_journal(settings)
 
 
 async def test_a_tampered_log_is_refused_at_the_start(tmp_path: Path) -> None:

@@ -115,6 +115,30 @@ async def test_an_api_server_that_is_gone_stops_nothing(tmp_path: Path) -> None:
             await eventually(lambda: failures(admin, 1), 10)
 
 
+@pytest.mark.parametrize(
+    ("uid", "status", "told"),
+    [
+        (None, None, "the API server answered 404"),
+        ("", None, f"the Deployment {NAME} has no uid"),
+        ("u-1", 500, "the API server answered 500 Boom"),
+    ],
+)
+async def test_what_keeps_events_from_being_written_is_named(
+    uid: str | None, status: int | None, told: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with FakeApi(tmp_path) as api:
+        api.fail_with = status
+        if uid is not None:
+            api.deployments[NAME] = uid
+        events = kubernetes_events(KubernetesEvents.model_validate(place(api)))
+        events.start()
+        events.put(line_of())
+        await events.close()
+        assert (len(api.events), events.failures) == (0, 1)
+    (record,) = caplog.records
+    assert record.message == f"rollout: Kubernetes is not told of changes: {told}"
+
+
 async def test_a_line_that_is_told_twice_is_one_event(tmp_path: Path) -> None:
     async with FakeApi(tmp_path) as api:
         api.deployments[NAME] = "u-1"

@@ -77,6 +77,13 @@ async def test_a_rollout_by_commands(
     assert gateway_main(["verify-audit", str(file)]) == 1
     assert "audit.jsonl: line 2: was changed" in capsys.readouterr().err
     assert gateway_main(["verify-audit", str(tmp_path / "none")]) == 2
+    assert "none: No such file or directory" in capsys.readouterr().err
+    file.write_bytes(b"l\xfcnch\n")
+    assert gateway_main(["verify-audit", str(file)]) == 1
+    assert "audit.jsonl: not UTF-8 text" in capsys.readouterr().err
+    for words in ([], [str(file), str(file)]):
+        assert gateway_main(["verify-audit", *words]) == 2
+        assert "give one file: taut-gateway verify-audit FILE" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

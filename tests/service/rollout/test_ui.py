@@ -245,6 +245,71 @@ async def test_the_playground_streams_both_answers(tmp_path: Path, chat: bool) -
             assert (await admin.ask("POST", path, _json(wrong))).status == 404
 
 
+def _streamed(event: str) -> bytes:
+    """The answer of a worker that sends this and no more."""
+    body = event.encode() + b"\n\n"
+    head = b"content-type: text/event-stream\r\ncontent-length: %d" % len(body)
+    return b"HTTP/1.1 200 OK\r\n%b\r\n\r\n%b" % (head, body)
+
+
+def _told(**logprobs: Any) -> str:
+    return "data: " + json.dumps({"choices": [{"text": " b", "logprobs": logprobs}]})
+
+
+NOT_AS_VLLM = "the worker's answer is not as vLLM writes it"
+TOLD: list[tuple[str, list[tuple[str, float | None]], str]] = [
+    ('data: {"choices": [{"text": " b"}]}', [(" b", None)], ""),
+    ('data: {"choices": [{"delta": {"content": " b"}}]}', [(" b", None)], ""),
+    ('data: {"choices": [{"delta": {"role": "assistant"}}]}', [], ""),
+    (_told(tokens=[" b"], token_logprobs=[1000.0]), [(" b", 1.0)], ""),
+    (_told(tokens=[" b"], token_logprobs=[-1e999]), [(" b", None)], ""),
+    (_told(tokens=[" b"], token_logprobs=[10**400]), [], NOT_AS_VLLM),
+    (_told(tokens=[" b"], token_logprobs=[]), [], NOT_AS_VLLM),
+    ('data: {"choices": [5]}', [], NOT_AS_VLLM),
+    ("data: {no", [], "/v1/completions answered with what is no JSON"),
+    ('data: {"error": {"message": "x"}}', [], "/v1/completions: the worker broke off its answer"),
+    ("data: " + "x" * 2_000_000, [], "/v1/completions: an event of more than 262144 bytes"),
+]
+
+
+async def test_the_playground_shows_what_a_worker_tells_and_says_what_it_does_wrong(
+    tmp_path: Path,
+) -> None:
+    async with ReadingEngine(Reading(answer="a b c")) as base, ReadingEngine() as small:
+        settings = settings_of(base, small, {"directory": str(tmp_path)})
+        async with administered(settings) as admin:
+            body = _json({"model": "m", "variants": ["base", "small"], "prompt": "x"})
+            for event, tokens, error in TOLD:
+                small.faults.raw = _streamed(event)
+                answer = await admin.ask("POST", "/admin/playground/stream", body)
+                ours, theirs = _sides(_events(answer.body))
+                assert theirs == (tokens, error), event[:100]
+                assert ([text for text, _ in ours[0]], ours[1]) == (["a", "b", "c"], "")
+
+
+def _sides(parts: list[dict[str, Any]]) -> list[tuple[list[tuple[str, float | None]], str]]:
+    """Return each side's tokens, and the error that it ended with."""
+    found = []
+    for number in (0, 1):
+        side = [part for part in parts if part["side"] == number]
+        tokens = [(t["text"], t["probability"]) for part in side for t in part["tokens"]]
+        found.append((tokens, side[-1]["error"]))
+    return found
+
+
+async def test_the_playground_names_the_first_token_that_differs(tmp_path: Path) -> None:
+    one, two = ReadingEngine(Reading(answer="a b c")), ReadingEngine(Reading(answer="a x c"))
+    async with one as base, two as small:
+        settings = settings_of(base, small, {"directory": str(tmp_path)})
+        async with administered(settings) as admin:
+            body = {"model": "m", "variants": ["base", "small"], "prompt": "x"}
+            found = (await admin.ask("POST", "/admin/playground", _json(body))).json
+            assert found["first_difference"] == 1
+            body["variants"] = ["base", "base"]
+            found = (await admin.ask("POST", "/admin/playground", _json(body))).json
+            assert found["first_difference"] is None
+
+
 def _events(body: bytes) -> list[dict[str, Any]]:
     return [json.loads(event.removeprefix(b"data: ")) for event in body.split(b"\n\n") if event]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
@@ -14,6 +15,7 @@ from taut_service.config.settings.limits import RedisServer
 
 Percent = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)]
 Ratio = Annotated[float, Field(ge=1, le=100, allow_inf_nan=False)]
+_PRINTABLE = re.compile(r"[\x21-\x7e]+")
 
 
 class RolloutRedis(RedisServer):
@@ -63,11 +65,9 @@ class RolloutSettings(Section):
     @field_validator("webhook")
     @classmethod
     def _is_url(cls, url: str | None) -> str | None:
-        if url is not None:
-            parts = urlsplit(url)
-            if parts.scheme not in ("http", "https") or not parts.hostname:
-                # What it says may hold a secret: it is not shown.
-                raise ValueError("must be of the form https://host/path")
+        if url is not None and not _can_be_posted_to(url):
+            # What it says may hold a secret: it is not shown.
+            raise ValueError("must be of the form https://host/path")
         return url
 
     @model_validator(mode="after")
@@ -85,3 +85,12 @@ class RolloutSettings(Section):
         if (self.store == "redis") != (self.redis is not None):
             raise ValueError("'redis' is needed with 'store: redis', and only then")
         return self
+
+
+def _can_be_posted_to(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        named = bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
+    return named and parts.scheme in ("http", "https") and _PRINTABLE.fullmatch(url) is not None
