@@ -216,9 +216,7 @@ print(type(model.model.layers[0].self_attn.q_proj).__name__)
         ("commands.subject", "_load", "_load(directory, None, torch.device('cpu'))"),
     ],
 )
-def test_every_loader_of_ours_knows_the_method(
-    module, loader, call, made, run_with_transformers
-):
+def test_every_loader_of_ours_knows_the_method(module, loader, call, made, run_with_transformers):
     script = LOADERS.format(module=module, loader=loader, call=call)
     done = run_with_transformers(script, made("low rank")[2])
     assert done.stdout.split() == ["_LowRank"], done.stderr[-2000:]

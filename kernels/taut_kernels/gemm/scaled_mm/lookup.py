@@ -238,8 +238,8 @@ def _measured(
 ) -> tuple[Bucket, ...]:
     """Return a product's measured buckets.
 
-    Those of another card's table, and of an op that has verdicts of its own, have this card's verdicts from
-    :mod:`.verdict`.
+    Those of another card's table, and of an op that has verdicts of its own, have this card's
+    verdicts from :mod:`.verdict`.
     """
     if table is None or (op, N, K) not in table.choices:
         return ()
