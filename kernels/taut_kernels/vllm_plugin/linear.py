@@ -157,15 +157,10 @@ class TautW4A16LinearKernel(MPLinearKernel):  # type: ignore[misc]
             words = torch.empty(-(-N // 8), groups, dtype=torch.int32)
             zero = formats_mma.repack_zero_point(words, N) if self.config.zero_points else None
         layer = torch.nn.Module()
-        for name, like in {
-            self.w_q_name: weight,
-            self.w_s_name: scale,
-            self.w_zp_name: zero,
-        }.items():
-            if name is not None:
-                setattr(
-                    layer, name, None if like is None else torch.empty_like(like, device=device)
-                )
+        made = {self.w_q_name: weight, self.w_s_name: scale, self.w_zp_name: zero}
+        for name, like in made.items():
+            if like is not None:
+                setattr(layer, name, torch.empty_like(like, device=device))
         setattr(layer, ARRIVALS, w4a16.make_arrivals(N, device))
         return layer
 

@@ -7,6 +7,8 @@ import dataclasses
 import json
 import logging
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +29,17 @@ from taut_service.rollout.shares import why_not_there
 from taut_service.rollout.state import Rollout
 
 STATE = Rollout("m", "small", "base", "1", "running", 0.0, 0.0, "")
+
+
+@asynccontextmanager
+async def kept_in(folder: Path) -> AsyncIterator[Admin]:
+    """A gateway with two variants, whose rollouts are kept in a folder."""
+    async with (
+        ReadingEngine() as base,
+        ReadingEngine() as small,
+        administered(settings_of(base, small, {"directory": str(folder)})) as admin,
+    ):
+        yield admin
 
 
 async def journal_is(admin: Admin, up: bool) -> bool:
@@ -65,11 +78,7 @@ async def test_a_command_that_others_are_always_faster_than_is_refused(
         return False
 
     monkeypatch.setattr(FileJournal, "append", faster)
-    async with (
-        ReadingEngine() as base,
-        ReadingEngine() as small,
-        administered(settings_of(base, small, {"directory": str(tmp_path)})) as admin,
-    ):
+    async with kept_in(tmp_path) as admin:
         status, refused = await do(admin, "start", candidate="small")
         assert (status, refused["error"]["code"]) == (409, "contended")
         assert (await report(admin))["phase"] == "none"
@@ -90,11 +99,7 @@ async def test_what_another_gateway_decided_first_stands(
         return False
 
     monkeypatch.setattr(FileJournal, "append", late)
-    async with (
-        ReadingEngine() as base,
-        ReadingEngine() as small,
-        administered(settings_of(base, small, {"directory": str(tmp_path)})) as admin,
-    ):
+    async with kept_in(tmp_path) as admin:
         await do(admin, "start", candidate="small")
         await send(admin, 20)
         await eventually(lambda: stands(admin, "held"), 10)
@@ -150,11 +155,7 @@ async def test_a_defect_that_ends_the_watch_is_told_by_metric_and_log(
         raise ZeroDivisionError("a defect")
 
     monkeypatch.setattr("taut_service.rollout.controller.decide", broken)
-    async with (
-        ReadingEngine() as base,
-        ReadingEngine() as small,
-        administered(settings_of(base, small, {"directory": str(tmp_path)})) as admin,
-    ):
+    async with kept_in(tmp_path) as admin:
         await do(admin, "start", candidate="small")
         await eventually(lambda: journal_is(admin, up=False))
     (record,) = [record for record in caplog.records if record.levelname == "CRITICAL"]
