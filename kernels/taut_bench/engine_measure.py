@@ -39,6 +39,8 @@ _FIRST_ANSWERS = 8
 """At most so many of them."""
 _CACHE_BLOCK = 128
 """Tokens that a sequence's place in the KV cache is a multiple of, at most."""
+_LEAST_LENGTH = 1024
+"""Tokens of the longest sequence that an engine is told of, however short the prompts are."""
 _GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "detokenize": False}
 _ENGINE: dict[str, Any] = {
     "dtype": "auto",  # the checkpoint's own, as served: fp16 of GPTQ and AWQ
@@ -83,7 +85,7 @@ class Settings:
         return itertools.product(self.contexts, self.batches)
 
     def cache_bytes(self, config: dict[str, Any]) -> int:
-        """Return the KV cache that the largest cell needs, on each card.
+        """Return the KV cache that the largest cell needs, or vLLM to start, on each card.
 
         Args:
             config: the model's ``config.json``.
@@ -93,8 +95,14 @@ class Settings:
         kept = max(1, config.get("num_key_value_heads", heads) // self.ranks)
         token = 2 * 2 * config["num_hidden_layers"] * kept * width
         longest = -(-(max(self.contexts) + ANSWER_TOKENS) // _CACHE_BLOCK) * _CACHE_BLOCK
-        # One more sequence than there are: vLLM wants a block of its own.
-        return int(token * longest * (max(self.batches) + 1))
+        # One more sequence than there are: vLLM wants a block of its own. Nor does it start where a
+        # sequence of the length that it is told has no room.
+        return int(token * max(longest * (max(self.batches) + 1), self.max_tokens + _CACHE_BLOCK))
+
+    @property
+    def max_tokens(self) -> int:
+        """The longest sequence that an engine is told of, in tokens."""
+        return max(_LEAST_LENGTH, max(self.contexts) + ANSWER_TOKENS)
 
     def options(self, mode: str, config: dict[str, Any]) -> dict[str, Any]:
         """Return what ``vllm.LLM`` is told beside the checkpoint.
@@ -105,7 +113,7 @@ class Settings:
         """
         sizes = sorted({*self.batches, *_PREFILL_SIZES})
         own = {
-            "max_model_len": max(1024, max(self.contexts) + ANSWER_TOKENS),
+            "max_model_len": self.max_tokens,
             "max_num_seqs": max(self.batches),
             # The modes' engines lie on the card together: each takes what it needs, none a share.
             "kv_cache_memory_bytes": self.cache_bytes(config),

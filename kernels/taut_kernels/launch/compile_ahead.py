@@ -16,7 +16,7 @@ import triton
 
 from taut_kernels.launch.compile_processes import Compilers
 
-THREADS = min(8, len(os.sched_getaffinity(0)))
+THREADS = min(16, len(os.sched_getaffinity(0)))
 """Compilers beside each other, and processes that they may let compile; other ranks have theirs."""
 Result = TypeVar("Result")
 

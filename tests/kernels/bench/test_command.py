@@ -421,8 +421,11 @@ def test_the_cache_holds_the_largest_cell_and_no_more() -> None:
     assert settings.cache_bytes(engine_models.LLAMA_3_8B) == token * (4096 + 128) * 33
     halves = Settings((1, 32), contexts=(128, 4096), ranks=2)
     assert halves.cache_bytes(engine_models.LLAMA_3_8B) == token // 2 * (4096 + 128) * 33
-    odd = Settings((1,), contexts=(100,))
-    assert odd.cache_bytes(engine_models.LLAMA_3_8B) == token * 256 * 2, "whole blocks"
+    odd = Settings((8,), contexts=(100,))
+    assert odd.cache_bytes(engine_models.LLAMA_3_8B) == token * 256 * 9, "whole blocks"
+    one = Settings((1,), contexts=(128,))
+    assert one.max_tokens == 1024
+    assert one.cache_bytes(engine_models.LLAMA_3_8B) > token * 1024, "vLLM starts with that room"
 
 
 def test_a_profiler_that_fails_costs_no_figures(
