@@ -1,5 +1,6 @@
-"""Attention, ours and published, each on the same operands: FA3, vLLM's Triton kernel, torch SDPA.
+"""Attention, ours and published, each on the same operands.
 
+Beside ours FlashAttention 3, vLLM's Triton kernel, FlashInfer's two decodes, and torch's SDPA.
 FlashAttention 3 is the build inside vLLM (forward only). With an fp8 cache it takes fp8 queries and
 nothing else: they are quantised beforehand, outside the clock. Its scheduler metadata, which vLLM
 makes once a step for all layers, are made outside the clock as well. vLLM's Triton kernel gets the
@@ -30,6 +31,8 @@ Step = Callable[[], tuple[Tensor, Gradients]]
 Decode = Callable[[], Tensor]
 """Returns o, [B, Hq, D]."""
 _SCALE = DIM**-0.5
+_WORKSPACE_BYTES = 128 * 2**20
+"""What FlashInfer's own examples give a decode."""
 _SEGMENTS = 16
 _LEAST_PROGRAMS = 128
 """What vLLM's Triton backend splits contexts into, and up to how many programs it does."""
@@ -230,6 +233,62 @@ def vllm_triton_decode(cached: Cached) -> Decode:
     return _unified(cached.q[:, 0].contiguous(), 1, *caches, scales)
 
 
+def _flashinfer(cached: Cached) -> tuple[Any, Tensor, tuple[Tensor, Tensor], tuple[float, float]]:
+    """Return FlashInfer's decode, and queries [B, Hq, D], caches and their scales for it."""
+    if cached.k_cache.dtype == torch.int8:
+        raise UnavailableError("FlashInfer: knows no int8 cache")
+    try:
+        module = _module("flashinfer.decode")
+    except OSError as error:
+        raise UnavailableError(f"flashinfer: {error}") from error
+    scales = (1.0, 1.0)
+    if cached.k_scale is not None and cached.v_scale is not None:
+        scales = (cached.k_scale.item(), cached.v_scale.item())
+    return module, cached.q[:, 0].contiguous(), (cached.k_cache, cached.v_cache), scales
+
+
+def flashinfer_decode(cached: Cached) -> Decode:
+    """Run FlashInfer's paged decode on tensor cores; what it plans once a step is made before."""
+    module, q, caches, scales = _flashinfer(cached)
+    workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
+    wrapper = module.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
+    sequences, pages = cached.block_table.shape
+    wrapper.plan(
+        _bounds(sequences, pages, q.device), cached.block_table.flatten(),
+        torch.full((sequences,), PAGE, dtype=torch.int32, device=q.device), q.shape[1],
+        caches[0].shape[2], DIM, PAGE, sm_scale=_SCALE, q_data_type=q.dtype,
+        kv_data_type=caches[0].dtype,
+    )  # fmt: skip
+    out = torch.empty_like(q)
+    k_scale, v_scale = scales
+
+    def call() -> Tensor:
+        found: Tensor = wrapper.run(q, caches, k_scale=k_scale, v_scale=v_scale, out=out)
+        return found
+
+    return call
+
+
+def xqa_decode(cached: Cached) -> Decode:
+    """Run FlashInfer's XQA over the paged cache."""
+    module, q, caches, scales = _flashinfer(cached)
+    workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
+    lens, out, (k_scale, v_scale) = (
+        cached.context_lens.to(torch.uint32),
+        torch.empty_like(q),
+        scales,
+    )
+
+    def call() -> Tensor:
+        found: Tensor = module.xqa_batch_decode_with_kv_cache(
+            q, caches, workspace, cached.block_table, lens, cached.context,
+            bmm1_scale=_SCALE * k_scale, bmm2_scale=v_scale, out=out,
+        )  # fmt: skip
+        return found
+
+    return call
+
+
 FORWARD: dict[str, Callable[[Prompt], Forward]] = {
     "taut": taut_forward,
     "FA3": fa3_forward,
@@ -247,4 +306,6 @@ DECODE: dict[str, Callable[[Cached], Decode]] = {
     "taut": taut_decode,
     "FA3": fa3_decode,
     "vLLM Triton": vllm_triton_decode,
+    "FlashInfer": flashinfer_decode,
+    "XQA": xqa_decode,
 }

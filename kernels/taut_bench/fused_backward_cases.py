@@ -231,9 +231,31 @@ def _liger(op: str) -> Run:
     return lambda o: function.apply(*o.leaves, EPSILON, 0.0, "llama", False)
 
 
+def _quack(op: str) -> Run:
+    names = {"softmax": "softmax", "rms_norm": "rmsnorm", "add_rms_norm": "rmsnorm"}
+    if op not in names:
+        raise UnavailableError("quack has no such op")
+    try:
+        function = getattr(importlib.import_module(f"quack.{names[op]}"), names[op])
+    except (ImportError, OSError) as error:
+        raise UnavailableError(f"quack: {error}") from error
+    if op == "softmax":
+        return lambda o: (function(*o.leaves),)
+    if op == "rms_norm":
+        return lambda o: (function(*o.leaves, eps=EPSILON),)
+
+    def added(o: Operands) -> Outputs:
+        x, residual, weight = o.leaves
+        found: Outputs = function(x, weight, residual=residual, eps=EPSILON, prenorm=True)
+        return found
+
+    return added
+
+
 PROVIDERS: Mapping[str, Callable[[str], Run]] = {
     "taut": _taut,
     "Liger": _liger,
+    "quack": _quack,
     "torch": formula,
     "torch.compile": _compiled,
 }

@@ -1,4 +1,4 @@
-"""The published fused ops, each on the same operands: vLLM's CUDA ops, Liger, torch.compile."""
+"""The published fused ops, each on the same operands: vLLM's, Liger's, quack's, torch.compile's."""
 
 from __future__ import annotations
 
@@ -165,6 +165,14 @@ def liger(form: Form, copies: Sequence[Operands]) -> Call:
     return _keeping(lambda o: forward(o.x, o.residual, o.weight, EPSILON, 0.0, "llama")[0], copies)
 
 
+def quack(form: Form, copies: Sequence[Operands]) -> Call:
+    """Prepare quack's norm, which writes the sum beside its input, not over it."""
+    if form.out != "same" or not form.op.endswith("rms_norm"):
+        raise UnavailableError("quack has no such op")
+    forward = _module("quack.rmsnorm").rmsnorm_fwd
+    return _keeping(lambda o: forward(o.x, o.weight, residual=o.residual, eps=EPSILON)[0], copies)
+
+
 @functools.cache
 def _compiled(name: str) -> Callable[..., Any]:
     functions: dict[str, Callable[..., Any]] = {
@@ -204,5 +212,6 @@ PREPARE: dict[str, Prepare] = {
     "taut": taut,
     "vLLM": vllm,
     "Liger": liger,
+    "quack": quack,
     "torch.compile": torch_compile,
 }

@@ -205,6 +205,20 @@ def liger(op: str) -> Loss:
     return loss
 
 
+def quack(op: str) -> Loss:
+    """Return quack's op, whose gradient overwrites logits that are given, as ours does."""
+    if op not in ("cross_entropy", "linear_cross_entropy"):
+        raise UnavailableError("quack has no such op")
+    try:
+        module = importlib.import_module(f"quack.{op}")
+    except (ImportError, OSError) as error:
+        raise UnavailableError(f"quack: {error}") from error
+    if op == "cross_entropy":
+        return lambda o: module.cross_entropy(_made(o), o.target, inplace_backward=True)
+    # On Hopper it takes its fused backward pass by itself.
+    return lambda o: module.chunked_linear_cross_entropy(o.x, o.weight, o.target)
+
+
 def cut_cross_entropy(op: str) -> Loss:
     """Return Apple's Cut Cross-Entropy, with its gradient filter as it comes."""
     if op != "linear_cross_entropy":
@@ -223,6 +237,7 @@ KERNELS: dict[str, Callable[[str], Loss]] = {
     "taut vocabulary": functools.partial(taut, chunk_by="vocabulary"),
     "taut checkpoint": functools.partial(taut, use_checkpoint=True),
     "Liger": liger,
+    "quack": quack,
     "CCE": cut_cross_entropy,
     "torch": torch_eager,
     "torch.compile": torch_compile,

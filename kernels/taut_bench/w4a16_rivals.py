@@ -1,12 +1,15 @@
-"""The published W4A16 kernels, each fed the same disk layer: vLLM's four, gemlite, cuBLAS.
+"""The published W4A16 kernels, each fed the same disk layer.
 
-Whatever is not installed raises `UnavailableError` with the reason.
+vLLM's four, gemlite, quack, TurboMind, and cuBLAS's dense product. What is not installed raises
+`UnavailableError` with the reason.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +18,13 @@ from taut_kernels.gemm.w4a16 import disk as formats
 from taut_kernels.tuner import w4a16_stock
 from taut_kernels.tuner.timing import Subject
 from taut_kernels.tuner.w4a16_layer import Layer
-from taut_kernels.tuner.w4a16_stock import Operands, Prepare, Prepared, UnavailableError
+from taut_kernels.tuner.w4a16_stock import (
+    Operands,
+    OtherFormatError,
+    Prepare,
+    Prepared,
+    UnavailableError,
+)
 
 
 def cublas(layer: Layer) -> Prepared:
@@ -50,21 +59,99 @@ def vllm_triton(layer: Layer) -> Prepared:
     return Prepared((weight, scale, zeros), run)
 
 
+def _modules(*names: str) -> list[Any]:
+    """Import a package's modules; libraries that they want and lack are ``OSError``."""
+    try:
+        return [importlib.import_module(name) for name in names]
+    except (ImportError, OSError) as error:
+        raise UnavailableError(f"{names[0].partition('.')[0]}: {error}") from error
+
+
+def _codes(layer: Layer) -> Tensor:
+    """Return the weights as stored, [N, K] uint8 in 0..15."""
+    values = formats.unpack_weight(layer.weight_packed, layer.K) + formats.SYMMETRIC_ZERO
+    return values.to(torch.uint8)
+
+
 def gemlite(layer: Layer) -> Prepared:
     """Run gemlite's Triton kernels with the configurations it ships for the card."""
-    try:
-        helper = importlib.import_module("gemlite.helper")
-    except ImportError as error:
-        raise UnavailableError(f"gemlite: {error}") from error
-    values = formats.unpack_weight(layer.weight_packed, layer.K) + formats.SYMMETRIC_ZERO
+    (helper,) = _modules("gemlite.helper")
     zeros = layer.stored_zeros().to(layer.weight_scale.dtype)
     processor = helper.A16Wn(device="cuda:0", dtype=layer.x.dtype)
-    module = processor.from_weights(
-        values.to(torch.uint8), layer.weight_scale, zeros, 4, layer.group_size
-    )
+    module = processor.from_weights(_codes(layer), layer.weight_scale, zeros, 4, layer.group_size)
 
     def run(x: Tensor, own: Operands) -> Tensor:
         y: Tensor = module(x)
+        return y
+
+    return Prepared((), run)
+
+
+@functools.cache
+def _quack_kind(group: int, zero_points: bool) -> Any:
+    """Return what quack calls a format: one object for all layers, since it compiles for each."""
+    (kinds,) = _modules("quack.operand_transform.formats")
+    if zero_points:
+        if group != kinds.Int4().group:
+            raise OtherFormatError(f"quack: zero points in groups of 128 alone, not {group}")
+        return kinds.Int4Awq()
+    if group != 32 and group % 64:
+        raise OtherFormatError(f"quack: group size {group} is neither 32 nor a multiple of 64")
+    return kinds.Int4(group)
+
+
+def quack(layer: Layer) -> Prepared:
+    """Run quack's CuTe kernel with the tile that its own rules have for a number of tokens.
+
+    A byte of its is one on disk: two codes, the lower channel's first.
+    """
+    (gemm,) = _modules("quack.gemm_w4")
+    if layer.x.dtype != torch.bfloat16:
+        raise OtherFormatError("quack: bf16 alone")
+    scale: Any = layer.weight_scale
+    if layer.weight_zero_point is not None:
+        scale = (scale, layer.stored_zeros().to(torch.uint8))
+    kind = _quack_kind(layer.group_size, layer.weight_zero_point is not None)
+    weight, strip = kind.prepare(layer.weight_packed.view(torch.uint8), scale)
+
+    def run(x: Tensor, own: Operands) -> Tensor:
+        y: Tensor = gemm.gemm_w4a16(x, *own, n_out=layer.N, wformat=kind)
+        return y
+
+    return Prepared((weight, strip), run)
+
+
+_tuned: set[tuple[int, ...]] = set()
+"""What TurboMind has measured its kernels for in this process, and chooses from then on."""
+
+
+def turbomind(layer: Layer) -> Prepared:
+    """Run LMDeploy's TurboMind with the kernel that it finds fastest for a number of tokens."""
+    api, kinds = _modules("lmdeploy.turbomind.linear", "lmdeploy.turbomind.weight_format")
+    linear = api.get_linear()
+    kind = kinds.AWQFormat(block_in=layer.group_size)
+    try:
+        plan = linear.get_weight_plan(weight_format=kind, dtype=layer.x.dtype)
+    except NotImplementedError as error:
+        raise OtherFormatError(f"TurboMind: {error}") from error
+    weight = linear.prepare_weight(
+        _codes(layer).t().contiguous(),
+        plan=plan,
+        scales=layer.weight_scale.t().contiguous(),
+        zeros=layer.stored_zeros().t().contiguous().to(torch.uint8),
+    )
+    chosen: dict[int, Any] = {}
+
+    def plan_for(x: Tensor) -> Any:
+        problem = (len(x), layer.N, layer.K, layer.group_size)
+        if problem in _tuned:
+            return linear.get_exec_plan(x, weight)
+        _tuned.add(problem)
+        return linear.tune(x, weight)[0]
+
+    def run(x: Tensor, own: Operands) -> Tensor:
+        plan = chosen.get(len(x)) or chosen.setdefault(len(x), plan_for(x))
+        y: Tensor = linear(x, weight, exec_plan=plan)[0]
         return y
 
     return Prepared((), run)
@@ -119,6 +206,8 @@ PREPARE: dict[str, Prepare] = {
     "Humming": w4a16_stock.humming,
     "vLLM Triton": vllm_triton,
     "gemlite": gemlite,
+    "quack": quack,
+    "TurboMind": turbomind,
     "cuBLAS": cublas,
     OTHER_PRECISION: fp8_cutlass,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,68 @@ def test_rivals_that_cannot_run_are_notes() -> None:
     assert attention._right_kernels("decode", names, cached, gate, "here", notes) == ["taut"]
     assert len(notes) == 1
     assert notes[0].startswith("FA3, here: not run: ")
+
+
+class Wrapper:
+    """FlashInfer's decode as it is documented: a plan of a step's tables, then a call a layer."""
+
+    def __init__(self, workspace: torch.Tensor, layout: str, use_tensor_cores: bool) -> None:
+        assert workspace.dtype is torch.uint8
+        assert (layout, use_tensor_cores) == ("NHD", True)
+
+    def plan(
+        self, indptr: torch.Tensor, indices: torch.Tensor, last_page_len: torch.Tensor,
+        *sizes: int, sm_scale: float, q_data_type: torch.dtype, kv_data_type: torch.dtype,
+    ) -> None:  # fmt: skip
+        assert sizes == (attention_cases.HEADS, attention_cases.HEADS_K, 128, attention_cases.PAGE)
+        assert last_page_len.tolist() == [attention_cases.PAGE] * (len(indptr) - 1)
+        self._table = indices.view(len(indptr) - 1, -1)
+        self._sm_scale, self._kind = sm_scale, kv_data_type
+
+    def run(
+        self, q: torch.Tensor, caches: tuple[torch.Tensor, torch.Tensor], k_scale: float,
+        v_scale: float, out: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        assert caches[0].dtype is self._kind
+        return xqa(q, caches, self._table, self._sm_scale * k_scale, v_scale, out)
+
+
+def xqa(
+    q: torch.Tensor, caches: tuple[torch.Tensor, torch.Tensor], table: torch.Tensor,
+    score_scale: float, value_scale: float, out: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """Attention of one token a sequence over whole pages."""
+    k, v = (c[table.long()].flatten(1, 2).float().repeat_interleave(4, 2) for c in caches)
+    weights = (torch.einsum("bhd,bthd->bht", q.float(), k) * score_scale).softmax(-1)
+    return out.copy_(torch.einsum("bht,bthd->bhd", weights, v) * value_scale)
+
+
+def _xqa(
+    q: torch.Tensor, caches: tuple[torch.Tensor, torch.Tensor], workspace: torch.Tensor,
+    table: torch.Tensor, lens: torch.Tensor, longest: int, *, bmm1_scale: float,
+    bmm2_scale: float, out: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    assert lens.dtype is torch.uint32
+    assert lens.tolist() == [longest] * len(q)
+    return xqa(q, caches, table, bmm1_scale, bmm2_scale, out)
+
+
+@pytest.mark.usefixtures("on_cpu")
+@no_device
+@pytest.mark.parametrize("cache", ["bf16", "fp8"])
+@pytest.mark.parametrize("name", ["FlashInfer", "XQA"])
+def test_flashinfer_gets_tables_and_scales(
+    name: str, cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = types.SimpleNamespace(
+        BatchDecodeWithPagedKVCacheWrapper=Wrapper, xqa_batch_decode_with_kv_cache=_xqa
+    )
+    monkeypatch.setattr(attention_rivals, "_module", lambda _: module)
+    cached = make_cached(Shape("decode", 2, 64, cache))
+    found = attention_rivals.DECODE[name](cached)()
+    assert DecodeGate(cached).why_wrong(found, False) is None
+    with pytest.raises(UnavailableError, match="int8"):
+        attention_rivals.DECODE[name](make_cached(Shape("decode", 1, 32, "int8")))
 
 
 def test_report_names_the_best_rival_and_our_own_bf16(

@@ -169,6 +169,26 @@ def test_vllms_and_ligers_activations_are_of_the_form_asked_for(
         fused_rivals.liger(FORMS["gpt_oss"], copies)
 
 
+def test_quacks_norm_adds_the_residual_and_has_no_other_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(
+        x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor, None]:
+        total = x if residual is None else x + residual
+        return torch.nn.functional.rms_norm(total, (64,), weight, eps), total, None
+
+    monkeypatch.setattr(fused_rivals, "_module", lambda _: SimpleNamespace(rmsnorm_fwd=forward))
+    drawn = torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    x, residual, weight = *drawn, torch.ones(64, dtype=torch.bfloat16)
+    for op, other in (("rms_norm", None), ("add_rms_norm", residual)):
+        call = fused_rivals.quack(Form(op, "same"), [Operands(x, weight, other)])
+        total = x if other is None else x + other
+        wanted = torch.nn.functional.rms_norm(total, (64,), weight, fused_cases.EPSILON)
+        torch.testing.assert_close(call(0), wanted)
+    for form in (Form("rms_norm_quant", "fp8"), Form("silu_mul", "same")):
+        with pytest.raises(fused_rivals.UnavailableError, match="no such op"):
+            fused_rivals.quack(form, [])
+
+
 def test_gpt_oss_takes_the_tiles_of_silu_mul(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -74,8 +74,13 @@ def test_a_rival_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(__import__("sys").modules, "liger_kernel", None)
     with pytest.raises(UnavailableError, match="liger_kernel"):
         KERNELS["Liger"]("linear_kl")
-    with pytest.raises(UnavailableError, match="no such op"):
-        KERNELS["CCE"]("linear_kl")
+    for name in ("CCE", "quack"):
+        with pytest.raises(UnavailableError, match="no such op"):
+            KERNELS[name]("linear_kl")
+    monkeypatch.setitem(__import__("sys").modules, "quack", None)
+    for op in ("cross_entropy", "linear_cross_entropy"):
+        with pytest.raises(UnavailableError, match="quack"):
+            KERNELS["quack"](op)
 
 
 def test_report_names_the_best_rival_and_the_memory(

@@ -369,6 +369,141 @@ def test_gemlite_gets_zero_points_as_stored(given: Format, monkeypatch: pytest.M
     assert layer.why_wrong(w4a16_rivals.gemlite(layer)(layer.x)) is None
 
 
+def _stand_in(monkeypatch: pytest.MonkeyPatch, **modules: Any) -> None:
+    """Give the rivals these for libraries, by the last part of their names."""
+
+    def imported(name: str) -> Any:
+        return modules[name.rpartition(".")[2]]
+
+    monkeypatch.setattr(w4a16_rivals.importlib, "import_module", imported)
+
+
+class Int4:
+    """quack's symmetric format: bytes of two codes [N, K/2], scales [N, K/G]."""
+
+    def __init__(self, group: int = 128) -> None:
+        self.group = group
+
+    def prepare(self, q: torch.Tensor, sf: Any) -> tuple[torch.Tensor, Any]:
+        assert q.dtype is torch.uint8
+        assert q.shape == (N, K // 2)
+        return q, sf
+
+
+class Int4Awq(Int4):
+    """With zero points [N, K/G] uint8 beside the scales."""
+
+    def prepare(self, q: torch.Tensor, sf: Any) -> tuple[torch.Tensor, Any]:
+        scales, zeros = sf
+        assert zeros.dtype is torch.uint8
+        return q, torch.stack((scales, zeros.to(scales.dtype)))
+
+
+def _quack_product(
+    x: torch.Tensor, blob: torch.Tensor, strip: torch.Tensor, n_out: int, wformat: Int4
+) -> torch.Tensor:
+    codes = torch.stack((blob & 0xF, blob >> 4), -1).flatten(1).float()
+    scale, zero = strip if isinstance(wformat, Int4Awq) else (strip, torch.full_like(strip, 8))
+    wide = [one.float().repeat_interleave(wformat.group, 1) for one in (zero, scale)]
+    assert n_out == N
+    return (x.float() @ ((codes - wide[0]) * wide[1]).t()).to(x.dtype)
+
+
+@every_format
+def test_quack_gets_the_disks_bytes_and_refuses_other_formats(
+    given: Format, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w4a16_rivals._quack_kind.cache_clear()
+    _stand_in(
+        monkeypatch,
+        gemm_w4=types.SimpleNamespace(gemm_w4a16=_quack_product),
+        formats=types.SimpleNamespace(Int4=Int4, Int4Awq=Int4Awq),
+    )
+    layer = _layer(given)
+    if given.dtype != "bf16" or (given.zero_points and _group(given) != 128):
+        with pytest.raises(w4a16_stock.OtherFormatError, match="quack: "):
+            w4a16_rivals.quack(layer)
+        return
+    assert layer.why_wrong(w4a16_rivals.quack(layer)(layer.x)) is None
+    twice = [w4a16_rivals._quack_kind(_group(given), given.zero_points) for _ in range(2)]
+    assert twice[0] is twice[1], "it compiles for each object"
+    w4a16_rivals._quack_kind.cache_clear()
+
+
+@every_format
+def test_turbomind_gets_awqs_layer_and_measures_a_problem_once(
+    given: Format, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Codes [K, N], scales and zero points [K/G, N]."""
+    calls: list[str] = []
+
+    class Linear:
+        def get_weight_plan(self, weight_format: int, dtype: torch.dtype) -> int:
+            assert dtype is layer.x.dtype
+            return weight_format
+
+        def prepare_weight(
+            self, weight: torch.Tensor, plan: int, scales: torch.Tensor, zeros: torch.Tensor
+        ) -> torch.Tensor:
+            assert weight.dtype is zeros.dtype is torch.uint8
+            wide = [one.float().repeat_interleave(plan, 0) for one in (zeros, scales)]
+            return (weight.float() - wide[0]) * wide[1]
+
+        def tune(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[str, torch.Tensor, None]:
+            calls.append("tune")
+            return "plan", self(x, weight, "plan")[0], None
+
+        def get_exec_plan(self, x: torch.Tensor, weight: torch.Tensor) -> str:
+            calls.append("kept")
+            return "plan"
+
+        def __call__(
+            self, x: torch.Tensor, weight: torch.Tensor, exec_plan: str
+        ) -> tuple[torch.Tensor, None]:
+            assert exec_plan == "plan"
+            return (x.float() @ weight).to(x.dtype), None
+
+    layer = _layer(given)
+    _stand_in(
+        monkeypatch,
+        linear=types.SimpleNamespace(get_linear=Linear),
+        weight_format=types.SimpleNamespace(AWQFormat=lambda block_in: block_in),
+    )
+    monkeypatch.setattr(w4a16_rivals, "_tuned", set())
+    for _ in range(2):
+        prepared = w4a16_rivals.turbomind(layer)
+        for _ in range(2):
+            assert layer.why_wrong(prepared(layer.x)) is None
+    assert calls == ["tune", "kept"]
+
+
+def test_a_format_that_turbomind_has_no_kernel_for_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Linear:
+        def get_weight_plan(self, **query: Any) -> None:
+            raise NotImplementedError("no GEMM family accepts it")
+
+    _stand_in(
+        monkeypatch,
+        linear=types.SimpleNamespace(get_linear=Linear),
+        weight_format=types.SimpleNamespace(AWQFormat=lambda block_in: block_in),
+    )
+    with pytest.raises(w4a16_stock.OtherFormatError, match="TurboMind: no GEMM family"):
+        w4a16_rivals.turbomind(_layer(Format(32)))
+
+
+@pytest.mark.parametrize("name", ["gemlite", "quack", "TurboMind"])
+@pytest.mark.parametrize("error", [ImportError("not here"), OSError("libcublas.so.12: no file")])
+def test_a_library_that_cannot_be_loaded_is_told(
+    name: str, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def imported(name: str) -> Any:
+        raise error
+
+    monkeypatch.setattr(w4a16_rivals.importlib, "import_module", imported)
+    with pytest.raises(w4a16_stock.UnavailableError, match=f": {error}"):
+        w4a16_rivals.PREPARE[name](_layer(Format(128)))
+
+
 def test_a_format_a_rival_does_not_take_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     _machete(monkeypatch, [-1, 64, 128])  # vLLM's rule, 0.26 and 0.32
     zeros = w4a16_stock.Prepared((), lambda x, own: torch.zeros(len(x), N))

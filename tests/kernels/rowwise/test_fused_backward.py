@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ import triton
 from torch.utils.checkpoint import checkpoint
 
 from taut_bench import fused_backward, fused_backward_cases, testing
+from taut_bench.fused_rivals import UnavailableError
 from taut_kernels.activation import silu_mul
 from taut_kernels.activation.swiglu import silu, swiglu, swiglu_packed
 from taut_kernels.loss.softmax import softmax
@@ -349,6 +353,32 @@ def test_benchmark_gate_passes_ours_and_names_what_is_wrong() -> None:
     wrong = fused_backward_cases.why_wrong(case, lambda o: (softmax(o.leaves[0] * 1.1),), "cpu")
     assert wrong is not None
     assert wrong.startswith("output 0: error")
+
+
+def test_quack_is_given_what_its_ops_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rmsnorm(
+        x: torch.Tensor, weight: torch.Tensor, *, residual: Any = None, eps: float,
+        prenorm: bool = False,
+    ) -> Any:  # fmt: skip
+        total = x if residual is None else x + residual
+        y = F.rms_norm(total, (x.shape[-1],), weight, eps)
+        return (y, total) if prenorm else y
+
+    library = {
+        "quack.rmsnorm": SimpleNamespace(rmsnorm=rmsnorm),
+        "quack.softmax": SimpleNamespace(softmax=lambda x: torch.softmax(x, -1)),
+    }
+    monkeypatch.setattr(fused_backward_cases.importlib, "import_module", library.__getitem__)
+    for op in ("softmax", "rms_norm", "add_rms_norm"):
+        run = fused_backward_cases.PROVIDERS["quack"](op)
+        case = fused_backward_cases.Case(op, 3, 64)
+        assert fused_backward_cases.why_wrong(case, run, "cpu") is None, op
+    with pytest.raises(UnavailableError, match="no such op"):
+        fused_backward_cases.PROVIDERS["quack"]("rope")
+    monkeypatch.setattr(fused_backward_cases.importlib, "import_module", import_module)
+    monkeypatch.setitem(sys.modules, "quack", None)
+    with pytest.raises(UnavailableError, match="quack: "):
+        fused_backward_cases.PROVIDERS["quack"]("softmax")
 
 
 def test_benchmark_without_a_gpu_says_so(
