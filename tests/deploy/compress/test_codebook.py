@@ -10,6 +10,7 @@ from tiny_inputs import correlated
 
 from taut_deploy.compress.quantize import gptq
 from taut_deploy.compress.quantize.grid import GridSpec
+from taut_deploy.compress.share import codebook
 from taut_deploy.compress.share.codebook import CodebookSpec, _refit_book, quantize_weight
 from taut_deploy.compress.share.kmeans import weighted_kmeans
 from taut_deploy.compress.share.learned import BookSpec
@@ -118,6 +119,41 @@ def test_a_weight_that_is_on_a_book_comes_back_exactly():
     spec = CodebookSpec(4, 32, None, torch.float32)
     coded = quantize_weight(book[codes], hessian, gptq.feedback_of(hessian), spec)
     torch.testing.assert_close(coded.dequantize(), book[codes], rtol=1e-4, atol=1e-4)
+
+
+def test_a_share_of_a_groups_end_is_the_best_of_those_tried():
+    groups = torch.randn(3, 2, 8, generator=torch.Generator().manual_seed(1))
+    costs = torch.rand(3, 2, 8, generator=torch.Generator().manual_seed(2))
+    ends = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))[..., 0]
+    book = torch.tensor([[-0.6, -0.2, 0.2, 1.0]])
+    found = codebook._best_share(groups, costs, ends, book)
+    for n, g in itertools.product(range(3), range(2)):
+        lost = {}
+        for share in codebook._SHARES:
+            scale = ends[n, g] * share
+            near = (groups[n, g, :, None] - scale * book[0]).square().amin(-1)
+            lost[float(scale)] = float((near * costs[n, g]).sum())
+        assert lost[float(found[n, g])] == pytest.approx(min(lost.values()))
+
+
+@pytest.mark.parametrize("entries", [8, 16])
+def test_scales_fitted_with_the_book_lose_less_than_the_groups_ends(
+    entries: int, monkeypatch: pytest.MonkeyPatch
+):
+    weight, _ = problem(64, 256)
+    importance = torch.rand(256, generator=torch.Generator().manual_seed(3))
+    spec = CodebookSpec(entries, 32, None, torch.bfloat16)
+
+    def lost() -> float:
+        scale, book = codebook._fitted(weight, importance, spec)
+        groups = weight.view(*scale.shape, -1)
+        near = codebook._nearest(groups / scale.float()[..., None], book)
+        error = near * scale.float()[..., None] - groups
+        return float((error.square() * importance.view(8, 32)).sum())
+
+    fitted = lost()
+    monkeypatch.setattr(codebook, "_SEARCHES", 0)
+    assert fitted < 0.97 * lost()
 
 
 @pytest.mark.parametrize(

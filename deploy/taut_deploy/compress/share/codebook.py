@@ -14,6 +14,8 @@ from taut_deploy.compress.quantize.gptq import Feedback
 from taut_deploy.compress.share.kmeans import weighted_kmeans
 
 _LAZY_BLOCK = 128
+_SEARCHES = 2
+_SHARES = tuple(1.0 - 0.05 * step for step in range(9))
 _REFIT_ROWS = 64
 """Rows in memory at a time, ``entries`` copies of each."""
 
@@ -97,8 +99,7 @@ def quantize_weight(
     hessian = hessian.clone()
     hessian.diagonal()[feedback.dead] = 1.0
     weight = torch.where(feedback.dead, torch.zeros_like(weight), weight)
-    scale = _scales(weight, spec)
-    book = _kmeans(weight, feedback.importance, scale, spec)
+    scale, book = _fitted(weight, feedback.importance, spec)
     best: tuple[float, CodebookWeight] | None = None
     for attempt in range(refits + 1):
         codes = _round_with_feedback(weight, feedback, scale, book)
@@ -116,6 +117,49 @@ def quantize_weight(
     if best is None:
         raise AssertionError("there is at least one pass")
     return in_rising_order(best[1])
+
+
+def _fitted(
+    weight: torch.Tensor, importance: torch.Tensor, spec: CodebookSpec
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales and books that lose least together, each fitted to the other in turn.
+
+    Returns:
+        Scales [N, G] and books [B, entries].
+    """
+    ends = _scales(weight, spec)
+    costs = importance.expand_as(weight).view(*ends.shape, -1)
+    groups = weight.view(costs.shape)
+    scale, book = ends, _kmeans(weight, importance, ends, spec)
+    for _ in range(_SEARCHES):
+        scale = _best_share(groups, costs, ends, book)
+        book = _kmeans(weight, importance, scale, spec)
+    return scale, book
+
+
+def _best_share(
+    groups: torch.Tensor, costs: torch.Tensor, ends: torch.Tensor, book: torch.Tensor
+) -> torch.Tensor:
+    """The share of each group's end that loses least to a book, [N, G].
+
+    A group with one far value would spend most of its entries between it and the others. Solving
+    for the scale loses less of the weights, and more of the outputs: far values are cut off.
+    """
+    best, least = ends, torch.full_like(ends, torch.inf, dtype=torch.float32)
+    for share in _SHARES:
+        scale = (ends.float() * share).to(ends.dtype)
+        wide = scale.float()[..., None]
+        lost = (_nearest(groups / wide, book) * wide - groups).square_().mul_(costs).sum(-1)
+        best, least = torch.where(lost < least, scale, best), torch.minimum(lost, least)
+    return best
+
+
+def _nearest(places: torch.Tensor, book: torch.Tensor) -> torch.Tensor:
+    """The nearest entries of a rising book to values [N, G, S]."""
+    values = book.float().contiguous()
+    borders = (values[:, 1:] + values[:, :-1]) / 2
+    found = torch.searchsorted(borders, places.reshape(len(book), -1))
+    return values.gather(1, found).view(places.shape)
 
 
 def _scales(weight: torch.Tensor, spec: CodebookSpec) -> torch.Tensor:
