@@ -8,6 +8,7 @@ models are given the same ids.
 """
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -101,6 +102,7 @@ def tokenize_file(
         )
     prefix = () if bos is None else (bos,)
     rows = tuple((*prefix, *ids[i * body : (i + 1) * body]) for i in range(sequences))
+    _refuse_repeated(rows, path)
     return TokenizedText(
         sequences=rows,
         bos_token_id=bos,
@@ -108,6 +110,19 @@ def tokenize_file(
         text_bytes=len(raw),
         tokens_sha256=hashlib.sha256(np.asarray(rows, dtype="<i8").tobytes()).hexdigest(),
     )
+
+
+def _refuse_repeated(rows: Sequence[Sequence[int]], path: Path) -> None:
+    """Refuse a text of which half is said before: its sequences would be taken as so many texts.
+
+    Short sequences repeat by chance in any text, so some may.
+    """
+    different = len(set(rows))
+    if 2 * different <= len(rows):
+        raise CouldNotValidateError(
+            f"--text {path}: only {different} of its {len(rows)} sequences are different; give a "
+            "text that does not repeat itself"
+        )
 
 
 def _head(text: str, characters: int) -> str:
