@@ -106,7 +106,8 @@ def start(
     model: Model,
     candidate: Annotated[str, typer.Argument(help="Variant that is to take over.")],
     force: Annotated[
-        bool, typer.Option("--force", help="Also within the cooldown after a rollback.")
+        bool,
+        typer.Option("--force", help="Also in the cooldown, or where it has all traffic."),
     ] = False,
     admin: AdminApi,
     as_json: JsonFlag = False,

@@ -93,7 +93,16 @@ def why_not_yet(state: Rollout, facts: Facts, settings: RolloutSettings) -> str:
     for measure in evidence.lacking(facts.alpha):
         bound = evidence.bounds[measure]
         return f"{measure} is not proven to stay below {bound:g} yet"
-    return _slower(facts, settings)
+    return _above(evidence) or _slower(facts, settings)
+
+
+def _above(evidence: Evidence) -> str:
+    """Say which mean lies above its bound as far as it was seen, though that proves no harm yet."""
+    for measure, bound in evidence.bounds.items():
+        tally = evidence.tally(measure)
+        if tally.mean > bound:
+            return f"{measure} is {tally.mean:.4g} over {tally.size}, at most {bound:g} is allowed"
+    return ""
 
 
 def _too_few_streams(facts: Facts, settings: RolloutSettings) -> str:

@@ -55,7 +55,7 @@ class _Body(BaseModel):
 
 
 class StartRequest(_Body):
-    """Which variant is to take over; ``force`` also within the cooldown after a rollback."""
+    """Which variant is to take over; ``force`` also in the cooldown, or of all traffic."""
 
     model: _Name
     candidate: _Name
