@@ -31,6 +31,19 @@ SAVE_S = 2.0
 _MODE = 0o600
 
 
+def _locked(path: Path) -> io.FileIO:
+    """Open a log to append to it; BlockingIOError if another gateway has it."""
+    opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, _MODE)
+    # Without a buffer: it would keep what a full disk did not take, and write it later.
+    file = os.fdopen(opened, "r+b", buffering=0)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise
+    return file
+
+
 class _Look(NamedTuple):
     """Of a file, without reading it."""
 
@@ -72,13 +85,9 @@ class FileJournal:
     def _open(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         path = self._folder / AUDIT
-        opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, _MODE)
-        # Without a buffer: it would keep what a full disk did not take, and write it later.
-        self._file = os.fdopen(opened, "r+b", buffering=0)
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._file = _locked(path)
         except BlockingIOError as error:
-            self._file.close()
             raise SettingsError(
                 f"rollout.directory: {self._folder}: another gateway uses it; share a rollout "
                 "with 'store: redis'"
@@ -129,12 +138,23 @@ class FileJournal:
             raise JournalLostError(f"{path}: {error.strerror}") from error
         lines = data.decode("ascii", "replace").splitlines()
         require_same(self.entries, lines, str(path))
-        if len(lines) > len(self.entries) or look is None or not self._writes_to(look):
+        if len(lines) > len(self.entries):
             raise JournalLostError(
-                f"{path}: somebody else has written it; put this gateway's file back, or restart "
-                "the gateway to go on from what is there"
+                f"{path}: somebody else writes it; restart the gateway to go on from what is there"
             )
+        if look is None or not self._writes_to(look):
+            self._go_on_in(path)
         self._seen = look
+
+    def _go_on_in(self, path: Path) -> None:
+        """Write to a file that was put in the place of this gateway's, with the same lines."""
+        try:
+            copy = _locked(path)
+        except OSError as error:
+            raise JournalLostError(f"{path}: {error.strerror}") from error
+        if self._file is not None:
+            self._file.close()
+        self._file = copy
 
     def _look(self) -> _Look | None:
         """What tells that the file under the log's name was changed; None without one."""

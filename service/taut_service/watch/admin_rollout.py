@@ -215,7 +215,7 @@ def _evidence(guard: Guard, model: str, variant: str) -> Callable[[], EvidenceRe
     paused, counts = guard.paused(model, variant), dict(known.counts)
 
     def make() -> EvidenceReport:
-        copy = Evidence(known.bounds, counts)
+        copy = Evidence(known.bounds, counts, known.nats)
         shown = copy.shown(alpha)
         differing = shown.get(OF_VARIANT)
         return EvidenceReport(

@@ -119,6 +119,16 @@ def test_harm_rolls_back_in_every_watched_phase(phase: Any) -> None:
     assert "is 0.4 over 150, at most 0.1 is allowed" in decision.why
 
 
+def test_what_is_measured_in_nats_is_told_in_nats() -> None:
+    """As it was configured: the bound of the clip is no number that anybody gave."""
+    for step, why in (
+        (400, "harm: kl of all answers is 0.2 nats over 150, at most 0.05 nats is allowed"),
+        (90, "kl is not proven to stay below 0.05 nats yet"),
+    ):
+        known = Evidence(BOUNDS, evidence(step=step).counts, {"kl": 0.5})
+        assert decide(STATE, replace(GOOD, evidence=known), SETTINGS).why == why
+
+
 @pytest.mark.parametrize("phase", ["held", "complete", "rolled_back", "manual"])
 def test_other_phases_move_nowhere_by_themselves(phase: Any) -> None:
     assert decide(replace(STATE, phase=phase, why="x"), GOOD, SETTINGS).action == "wait"
