@@ -71,6 +71,28 @@ def test_only_the_head_of_a_long_text_is_tokenised(tmp_path):
     assert text.text_bytes == 900_000
 
 
+@pytest.mark.parametrize("end", ["", "\n"])
+def test_of_a_text_in_one_line_no_more_is_tokenised(tmp_path, end):
+    words = " ".join("x" * (1 + at % 7) for at in range(100_000))
+    (tmp_path / "t.txt").write_text(words + end)
+    tokenizer = CountingTokenizer()
+    text = tokenize_file(tmp_path / "t.txt", tokenizer, 2, 10)
+    assert max(tokenizer.characters) < 300
+    assert [token for row in text.sequences for token in row] == [1 + at % 7 for at in range(20)]
+    (tmp_path / "t.txt").write_text("x" * 1_000_000 + end)
+    with pytest.raises(CouldNotValidateError, match="1 tokens, but 2 sequences"):
+        tokenize_file(tmp_path / "t.txt", tokenizer, 2, 10)
+
+
+def test_a_text_that_fills_the_memory_is_refused_at_once(tmp_path):
+    with (tmp_path / "t.txt").open("wb") as sink:
+        sink.truncate((1 << 30) + 1)  # takes no room on the disk
+    with pytest.raises(
+        CouldNotValidateError, match=r"^--text .*t\.txt: larger than 1 GiB; give a part of it$"
+    ):
+        tokenize_file(tmp_path / "t.txt", CountingTokenizer(), 2, 10)
+
+
 def test_a_text_of_very_long_words_is_tokenised_whole_when_its_head_is_not_enough(tmp_path):
     lengths = [200 + at for at in range(40)]
     (tmp_path / "t.txt").write_text("".join("x" * length + "\n" for length in lengths))
