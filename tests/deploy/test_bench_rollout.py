@@ -77,7 +77,9 @@ def member(name: str) -> fleet.Member:
     return fleet.Member(name, 9000, ChildSpec(name, ("true",), {}, Path("log"), 1.0))
 
 
-@pytest.mark.parametrize("sections", [{}, {"guard": {"alpha": 0.01}, "rollout": {"steps": [100]}}])
+@pytest.mark.parametrize(
+    "sections", [{}, {"guard": {"alpha": 0.01}, "rollout": {"steps": [0, 100]}}]
+)
 def test_the_gateway_takes_its_file(sections: dict[str, object], tmp_path: Path):
     members = [member(name) for name in ("baseline", "candidate", "harmed")]
     content = fleet.gateway_file(members, 256, sections, (8000, 8001), tmp_path / "journal")
@@ -86,7 +88,7 @@ def test_the_gateway_takes_its_file(sections: dict[str, object], tmp_path: Path)
     assert settings.guard is not None and settings.rollout is not None
     assert settings.guard.sample == 1.0
     assert settings.guard.alpha == (0.01 if sections else 0.05)
-    assert settings.rollout.steps == ((100,) if sections else (0, 1, 10, 50, 100))
+    assert settings.rollout.steps == ((0, 100) if sections else (0, 1, 10, 50, 100))
     assert [v.weight for v in settings.models[0].variants] == [1.0, 0.0, 0.0]
 
 

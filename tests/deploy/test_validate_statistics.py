@@ -251,6 +251,19 @@ def test_agreement_and_kl_intervals_stay_in_their_range():
     assert measured["mean_kl"].low >= 0.0
 
 
+def test_agreement_that_is_alike_in_all_sequences_is_as_sure_as_its_positions():
+    """Two short sequences without a difference prove no agreement of 99 %."""
+    top, nll = np.zeros((2, 7), int), np.ones((2, 7))
+    loss = np.linspace(0.001, 0.002, 14).reshape(2, 7)
+    measured = measure(comparison_of(nll, nll + loss, loss, top), None, resamples=300, seed=0)
+    share = measured["top1_agreement"]
+    assert (share.estimate, share.high) == (1.0, 1.0)
+    assert share.low == pytest.approx(14 / (14 + 1.959964**2))
+    assert share.low < share.one_sided_low < 0.9
+    same = measure(comparison_of(nll, nll, 0 * loss, top), None, resamples=300, seed=0)
+    assert same["top1_agreement"].low == 1.0  # one and the same model
+
+
 def test_a_ruined_candidate_has_a_finite_perplexity():
     ruined = np.linspace(1e5, 2e5, 12).reshape(3, 4)
     comparison = comparison_of(np.ones((3, 4)), ruined)

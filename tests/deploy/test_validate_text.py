@@ -64,17 +64,40 @@ def test_hashes_are_of_the_file_and_of_the_ids(tmp_path):
 
 
 def test_only_the_head_of_a_long_text_is_tokenised(tmp_path):
-    (tmp_path / "t.txt").write_text("ab cd\n" * 50_000)
+    (tmp_path / "t.txt").write_text("a bcd\nab ce\nabc d\n" * 50_000)
     tokenizer = CountingTokenizer()
     text = tokenize_file(tmp_path / "t.txt", tokenizer, 2, 10)
     assert max(tokenizer.characters) < 300
-    assert text.text_bytes == 300_000
+    assert text.text_bytes == 900_000
+
+
+@pytest.mark.parametrize("end", ["", "\n"])
+def test_of_a_text_in_one_line_no_more_is_tokenised(tmp_path, end):
+    words = " ".join("x" * (1 + at % 7) for at in range(100_000))
+    (tmp_path / "t.txt").write_text(words + end)
+    tokenizer = CountingTokenizer()
+    text = tokenize_file(tmp_path / "t.txt", tokenizer, 2, 10)
+    assert max(tokenizer.characters) < 300
+    assert [token for row in text.sequences for token in row] == [1 + at % 7 for at in range(20)]
+    (tmp_path / "t.txt").write_text("x" * 1_000_000 + end)
+    with pytest.raises(CouldNotValidateError, match="1 tokens, but 2 sequences"):
+        tokenize_file(tmp_path / "t.txt", tokenizer, 2, 10)
+
+
+def test_a_text_that_fills_the_memory_is_refused_at_once(tmp_path):
+    with (tmp_path / "t.txt").open("wb") as sink:
+        sink.truncate((1 << 30) + 1)  # takes no room on the disk
+    with pytest.raises(
+        CouldNotValidateError, match=r"^--text .*t\.txt: larger than 1 GiB; give a part of it$"
+    ):
+        tokenize_file(tmp_path / "t.txt", CountingTokenizer(), 2, 10)
 
 
 def test_a_text_of_very_long_words_is_tokenised_whole_when_its_head_is_not_enough(tmp_path):
-    (tmp_path / "t.txt").write_text(("x" * 200 + "\n") * 40)
+    lengths = [200 + at for at in range(40)]
+    (tmp_path / "t.txt").write_text("".join("x" * length + "\n" for length in lengths))
     text = tokenize_file(tmp_path / "t.txt", CountingTokenizer(), 4, 10)
-    assert text.sequences == ((200,) * 10,) * 4
+    assert [token for row in text.sequences for token in row] == lengths
 
 
 @pytest.mark.parametrize(
@@ -84,6 +107,8 @@ def test_a_text_of_very_long_words_is_tokenised_whole_when_its_head_is_not_enoug
         (b" \n\t\n", "the file is empty"),
         (b"abc\xff", "not UTF-8 at byte 3"),
         (b"one two three", "3 tokens, but 4 sequences of 5 need 20"),
+        (b"a bb ccc d ee\n" * 4, "only 1 of its 4 sequences are different"),
+        (b"a bb ccc d ee\n" * 3 + b"a a a a a", "only 2 of its 4 sequences are different"),
     ],
 )
 def test_unusable_texts_are_refused_by_name(tmp_path, content, fragment):

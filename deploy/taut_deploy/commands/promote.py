@@ -106,7 +106,8 @@ def start(
     model: Model,
     candidate: Annotated[str, typer.Argument(help="Variant that is to take over.")],
     force: Annotated[
-        bool, typer.Option("--force", help="Also within the cooldown after a rollback.")
+        bool,
+        typer.Option("--force", help="Also in the cooldown, or where it has all traffic."),
     ] = False,
     admin: AdminApi,
     as_json: JsonFlag = False,
@@ -178,12 +179,16 @@ def _lines(rollout: Any) -> list[str]:
             f"  {found['variant']}: {found['verdict']}: {found['why']}; "
             f"{found['answers']} answers, {found['tokens']} tokens"
         )
-        lines += [
-            f"    {measure}: {told['mean']:.4f} in [{told['low']:.4f}, {told['high']:.4f}]"
-            + ("" if told["bound"] is None else f", at most {told['bound']:g}")
-            for measure, told in found["measures"].items()
-        ]
+        lines += [f"    {name}: {_measured(told)}" for name, told in found["measures"].items()]
     return lines
+
+
+def _measured(told: Any) -> str:
+    nats = told.get("nats")  # an older gateway does not tell it
+    unit, per = (" nats", nats) if nats is not None else ("", 1.0)
+    mean, low, high = (per * told[name] for name in ("mean", "low", "high"))
+    bound = "" if told["bound"] is None else f", at most {per * told['bound']:.4g}{unit}"
+    return f"{mean:.4f} in [{low:.4f}, {high:.4f}]{unit}{bound}"
 
 
 def _refusal(error: urllib.error.HTTPError) -> str:

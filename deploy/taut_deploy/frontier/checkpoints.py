@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from taut_deploy.checkpoint import MANIFEST, is_checkpoint, read_manifest, record_validation
+from taut_deploy.checkpoint import MANIFEST, is_checkpoint, read_manifest, record_validation, verify
 from taut_deploy.documents import read_json_object
 from taut_deploy.errors import CheckpointError
 from taut_deploy.frontier.ledger import Try
@@ -24,15 +24,23 @@ class Checkpoints:
         self._folder = folder
 
     def holds(self, place: str, entry: Try) -> bool:
-        """Whether the checkpoint that a try was about is on the disk.
+        """Whether the checkpoint that a try was about is on the disk, with all its files.
 
         Raises:
-            CheckpointError: its manifest cannot be read.
+            CheckpointError: its manifest cannot be read, or a file is not the one it lists.
         """
         directory = self._folder / place
-        return is_checkpoint(directory) and read_manifest(directory).digest == (
-            entry.checkpoint_digest
-        )
+        if not is_checkpoint(directory):
+            return False
+        if read_manifest(directory).digest != entry.checkpoint_digest:
+            return False
+        try:
+            verify(directory)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error}; for that remove {directory} and repeat the command"
+            ) from error
+        return True
 
     def seconds(self, place: str) -> float:
         """How long making a checkpoint took, as its log says; 0 for recipes that write none.

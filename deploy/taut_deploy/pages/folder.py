@@ -5,14 +5,20 @@ has a log and no page: that is drawn each time, from a log whose chain of hashes
 """
 
 import importlib.util
+import json
 import subprocess
 import sys
+from collections.abc import Mapping
+from importlib import resources
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import best_match
 
 from taut_deploy.documents import read_json_object
 from taut_deploy.errors import MeasureError
-from taut_deploy.files import write_text_atomically
+from taut_deploy.files import place_not_finite, write_text_atomically
 from taut_deploy.pages.rollout import read_log, render_rollout
 from taut_deploy.validate.output import JSON_NAME, PARTIAL_NAME, REPORT_SCHEMA
 from taut_deploy.validate.page.render import render_page
@@ -73,6 +79,8 @@ def _validation(folder: Path, output: Path | None) -> Page:
     report = read_json_object(file, MeasureError)
     if report.get("schema") != REPORT_SCHEMA:
         raise MeasureError(f"{file}: is no report of taut validate")
+    if report.get("schema_version") == SCHEMA_VERSION and (problem := _damage(report)):
+        raise MeasureError(f"{file}: {problem}; it was changed or is damaged, validate again")
     if output is None and drawn.is_file():
         return Page("validation", drawn)
     if report.get("schema_version") != SCHEMA_VERSION:
@@ -83,6 +91,19 @@ def _validation(folder: Path, output: Path | None) -> Page:
     drawn = output or drawn
     write_text_atomically(drawn, render_page(report))
     return Page("validation", drawn)
+
+
+def _damage(report: Mapping[str, Any]) -> str:
+    """What a report has that no validation writes; ``""`` if nothing."""
+    if (place := place_not_finite(report)) is not None:
+        return f"{place} is not a finite number"
+    schema = resources.files("taut_deploy.validate") / "report.schema.json"
+    validator = Draft202012Validator(json.loads(schema.read_text(encoding="utf-8")))
+    error = best_match(validator.iter_errors(report))
+    if error is None:
+        return ""
+    place = ".".join(map(str, error.absolute_path)) or "the report"
+    return f"{place}: {' '.join(error.message.split())[:120]}"
 
 
 def _rollout(log: Path, target: Path) -> Page:

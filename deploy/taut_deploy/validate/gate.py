@@ -84,6 +84,7 @@ def judge_bounds(
     metrics: Mapping[str, Metric],
     *,
     more: str,
+    why_not: Mapping[str, str] | None = None,
     accept_lower_bound: bool = False,
 ) -> tuple[RuleOutcome, ...]:
     """Judge the limits on a task or slice.
@@ -94,6 +95,7 @@ def judge_bounds(
         bounds: its section of the policy.
         metrics: what was measured; what could not be is absent and leaves its limit undecided.
         more: what to do where an interval decides nothing.
+        why_not: metric to the reason why it is absent; without one the baseline is.
         accept_lower_bound: whether a metric known only as a lower bound may pass a ``max`` limit.
     """
     outcomes = []
@@ -102,7 +104,8 @@ def judge_bounds(
             if name in metrics:
                 outcome = judge_limit(name, side, value, metrics[name], accept_lower_bound, more)
             else:
-                why = "not measured: the baseline gives nothing to compare with"
+                reason = (why_not or {}).get(name, "the baseline gives nothing to compare with")
+                why = f"not measured: {reason}"
                 outcome = RuleOutcome(name, side, value, Verdict.INCONCLUSIVE, None, why)
             outcomes.append(replace(outcome, part=part, subject=subject))
     return tuple(outcomes)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import stats
 
 from taut_deploy.validate.bootstrap import (
     ALPHA,
@@ -23,6 +24,7 @@ from taut_deploy.validate.bootstrap import (
 )
 from taut_deploy.validate.divergence import Comparison, Floats
 from taut_deploy.validate.outcome import Metric
+from taut_deploy.validate.paired.wilson import wilson_interval
 
 _BINS, _LEAST_SHOWN = 40, 1e-6  # of the histogram; less is rounding
 QUANTILES = {"kl_p50": 0.5, "kl_p90": 0.9, "kl_p99": 0.99}
@@ -78,6 +80,9 @@ def measure(
     intervals = _intervals(
         comparison, lambda rows: mean_interval(rows.mean(axis=1), indices, alpha)
     )
+    intervals["top1_agreement"] = _not_surer_than_counted(
+        intervals["top1_agreement"], comparison, alpha
+    )
     quantiles = quantile_intervals(comparison.kl, list(QUANTILES.values()), indices, alpha)
     intervals |= dict(zip(QUANTILES, quantiles, strict=True))
     return {
@@ -88,6 +93,24 @@ def measure(
         )
         for name, interval in intervals.items()
     }
+
+
+def _not_surer_than_counted(share: Interval, comparison: Comparison, alpha: float) -> Interval:
+    """A share that is the same in every sequence, with Wilson's interval over all positions.
+
+    Sequences that are all alike have nothing to tell their spread by, which is no proof unless the
+    two models are one and the same.
+    """
+    same_model = np.array_equal(comparison.baseline_nll, comparison.candidate_nll)
+    if share.low < share.high or (same_model and not comparison.kl.any()):
+        return share
+    agreeing = float((comparison.baseline_top1 == comparison.candidate_top1).sum())
+    ends = [
+        wilson_interval(agreeing, comparison.kl.size, float(stats.norm.isf(level)))
+        for level in (alpha / 2, alpha)
+    ]
+    (low, high), (one_sided_low, one_sided_high) = ends
+    return Interval(share.estimate, low, high, one_sided_low, one_sided_high)
 
 
 def point_estimates(comparison: Comparison) -> dict[str, float]:

@@ -8,17 +8,22 @@ models are given the same ids.
 """
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
+from taut_deploy.documents import read_bounded
 from taut_deploy.validate.errors import CouldNotValidateError
 
 # Generous for any language and tokenizer; a longer file is read whole but only its head is
 # tokenised.
 _CHARACTERS_PER_TOKEN = 12
+_GROWTH = 4
+MOST_BYTES = 1 << 30
+"""Of a text, which is held in memory."""
 
 
 class Tokenizer(Protocol):
@@ -57,10 +62,12 @@ def read_text(path: Path) -> tuple[str, bytes]:
         The text and the file's bytes.
 
     Raises:
-        CouldNotValidateError: missing, not UTF-8, or nothing but white space.
+        CouldNotValidateError: missing, too large, not UTF-8, or nothing but white space.
     """
     try:
-        raw = path.read_bytes()
+        if path.stat().st_size > MOST_BYTES:  # before it is read
+            raise CouldNotValidateError(f"--text {path}: larger than 1 GiB; give a part of it")
+        raw = read_bounded(path, MOST_BYTES, CouldNotValidateError)
     except OSError as error:
         raise CouldNotValidateError(f"--text {path}: {error.strerror}") from error
     try:
@@ -90,10 +97,11 @@ def tokenize_file(
     bos = bos_token_id(tokenizer)
     body = sequence_length - (bos is not None)
     needed = sequences * body
-    head = _head(text, needed * _CHARACTERS_PER_TOKEN)
-    ids = tokenizer.encode(head, special=False)
-    if len(ids) < needed and len(head) < len(text):
-        ids = tokenizer.encode(text, special=False)
+    characters = needed * _CHARACTERS_PER_TOKEN
+    ids = tokenizer.encode(_head(text, characters), special=False)
+    while len(ids) < needed and characters < len(text):
+        characters *= _GROWTH
+        ids = tokenizer.encode(_head(text, characters), special=False)
     if len(ids) < needed:
         raise CouldNotValidateError(
             f"--text {path}: {len(ids)} tokens, but {sequences} sequences of {sequence_length} "
@@ -101,6 +109,7 @@ def tokenize_file(
         )
     prefix = () if bos is None else (bos,)
     rows = tuple((*prefix, *ids[i * body : (i + 1) * body]) for i in range(sequences))
+    _refuse_repeated(rows, path)
     return TokenizedText(
         sequences=rows,
         bos_token_id=bos,
@@ -110,12 +119,31 @@ def tokenize_file(
     )
 
 
+def _refuse_repeated(rows: Sequence[Sequence[int]], path: Path) -> None:
+    """Refuse a text of which half is said before: its sequences would be taken as so many texts.
+
+    Short sequences repeat by chance in any text, so some may.
+    """
+    different = len(set(rows))
+    if 2 * different <= len(rows):
+        raise CouldNotValidateError(
+            f"--text {path}: only {different} of its {len(rows)} sequences are different; give a "
+            "text that does not repeat itself"
+        )
+
+
 def _head(text: str, characters: int) -> str:
-    """Cut at a line end, so that the cut splits no word the tokenizer would have kept whole."""
+    """Cut at a line end, so that the cut splits no word the tokenizer would have kept whole.
+
+    Where none comes soon, as in a file of one line, at a space; else anywhere.
+    """
     if len(text) <= characters:
         return text
-    end = text.find("\n", characters)
-    return text if end < 0 else text[:end]
+    for mark in ("\n", " "):
+        end = text.find(mark, characters, 2 * characters)
+        if end >= 0:
+            return text[:end]
+    return text[: 2 * characters]
 
 
 def bos_token_id(tokenizer: Tokenizer) -> int | None:

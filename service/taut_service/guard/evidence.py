@@ -46,6 +46,15 @@ def bounds_of(settings: GuardSettings) -> dict[str, float]:
     }
 
 
+def nats_of(settings: GuardSettings) -> dict[str, float]:
+    """Return what 1 of a measure is in nats; the others are shares."""
+    return {
+        KL: settings.kl_clip_nats,
+        WARMER: SURPRISE_CLIP_NATS,
+        COLDER: SURPRISE_CLIP_NATS,
+    }
+
+
 class Harm(NamedTuple):
     """Evidence of harm.
 
@@ -65,7 +74,8 @@ class Shown:
     """One measure: its mean beyond the baseline's noise, and where the true mean lies.
 
     ``low`` and ``high`` hold it at all times at once with probability 1 - alpha. Evidence is given
-    as a natural logarithm; it decides from ``ln(1 / alpha)`` on.
+    as a natural logarithm; it decides from ``ln(1 / alpha)`` on. ``nats`` is what 1 is in nats,
+    None of a share.
     """
 
     mean: float
@@ -75,6 +85,7 @@ class Shown:
     answers: int
     log_harm: float
     log_held: float
+    nats: float | None = None
 
 
 class _Measured:
@@ -115,12 +126,17 @@ class Evidence:
         bounds: measure → bound, see :func:`bounds_of`.
         counts: ``answers``, ``tokens``, ``kind|measure|step`` → times, and the same by block as
             ``@block|kind|measure|step``.
+        nats: measure → what 1 is in nats, see :func:`nats_of`.
     """
 
     def __init__(
-        self, bounds: Mapping[str, float], counts: Mapping[str, int] | None = None
+        self,
+        bounds: Mapping[str, float],
+        counts: Mapping[str, int] | None = None,
+        nats: Mapping[str, float] | None = None,
     ) -> None:
         self.bounds = dict(bounds)
+        self.nats = dict(nats or {})
         self.counts: Counter[str] = Counter()
         self._measured: dict[tuple[str, str], _Measured] = {}
         self.add_counts(counts or {})
@@ -206,6 +222,11 @@ class Evidence:
         found = self._measured.get((kind, measure))
         return Tally() if found is None else found.tally
 
+    def said(self, measure: str, value: float) -> str:
+        """Return a value of a measure for people, with its unit."""
+        nats = self.nats.get(measure)
+        return f"{value:.4g}" if nats is None else f"{nats * value:.4g} nats"
+
     def harm(self) -> Harm:
         """Return the evidence that some mean lies above its bound."""
         logs, weights, strongest = [], [], Harm(-math.inf, "", ALL_KINDS)
@@ -236,7 +257,10 @@ class Evidence:
                 tally = found.tally
                 low, high = interval(tally, alpha)
                 harm, held = found.logs(self.block)
-                shown[measure] = Shown(tally.mean, low, high, found.bound, tally.size, harm, held)
+                nats = self.nats.get(measure)
+                shown[measure] = Shown(
+                    tally.mean, low, high, found.bound, tally.size, harm, held, nats
+                )
         return shown
 
     def _evidence(self, kind: str, measure: str) -> tuple[float, float]:

@@ -22,7 +22,7 @@ from taut_service.guard.budget import CpuBudget
 from taut_service.guard.change import BLOCK
 from taut_service.guard.compare import COMPARED, OF_VARIANT, Comparison, compare
 from taut_service.guard.course import Course
-from taut_service.guard.evidence import Evidence, bounds_of
+from taut_service.guard.evidence import Evidence, bounds_of, nats_of
 from taut_service.guard.examples import ExampleFiles
 from taut_service.guard.reader import Reader
 from taut_service.guard.tap import Heard, Tap
@@ -64,7 +64,7 @@ class Guard:
     ) -> None:
         self.settings = settings
         self._reloader, self._admission, self._metrics = reloader, admission, metrics
-        self.bounds = bounds_of(settings)
+        self.bounds, self._nats = bounds_of(settings), nats_of(settings)
         self.budget = CpuBudget(settings.max_cpu_share)
         self._drawn_below = int(settings.sample * 2**64)
         self._salt = secrets.token_bytes(16)
@@ -190,7 +190,7 @@ class Guard:
         if known is None or known[0] != identity:
             if known is not None:
                 logger.info("guard: %s of %s was replaced: its evidence begins anew", *pair[::-1])
-            known = identity, Evidence(self.bounds)
+            known = identity, Evidence(self.bounds, nats=self._nats)
             self._evidence[pair] = known
             self._courses[pair] = Course()
         return known[1]

@@ -34,13 +34,14 @@ class RolloutCommands:
             name: of the model, or an alias.
             candidate: variant that is to take over.
             actor: who asks.
-            force: also within the cooldown after a rollback.
+            force: also within the cooldown after a rollback, or where it has all traffic.
         """
         model, baseline = self._checked(name, candidate)
 
         def change(now: Rollout | None) -> tuple[str, Rollout]:
             if now is not None and now.phase in CLIMBING:
                 return "resumed", self._resumed(now, candidate)
+            self._check_not_complete(now, candidate, force=force)
             self._check_cooldown(now, candidate, force=force)
             new = Rollout(
                 model=model.name,
@@ -104,6 +105,16 @@ class RolloutCommands:
                 code="rollout_active",
             )
         return self._rollouts.moved(now, phase="running", why="resumed")
+
+    def _check_not_complete(self, now: Rollout | None, candidate: str, *, force: bool) -> None:
+        if now is None or now.phase != "complete" or now.candidate != candidate or force:
+            return
+        if not self._rollouts.missing(now):
+            raise ConflictError(
+                f"{candidate!r} has all traffic already; with 'force' it begins anew at the first "
+                "step",
+                code="rollout_complete",
+            )
 
     def _check_cooldown(self, now: Rollout | None, candidate: str, *, force: bool) -> None:
         if now is None or now.phase != "rolled_back" or now.candidate != candidate or force:

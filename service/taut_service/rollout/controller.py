@@ -130,6 +130,7 @@ class Rollouts:
         # Two that read new lines at once would both add them.
         async with self._one_at_a_time:
             await self.journal.refresh()
+            await self.journal.check()
             return list(self.journal.entries)
 
     def moved(self, state: Rollout, **changes: Any) -> Rollout:

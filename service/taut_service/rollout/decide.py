@@ -91,9 +91,21 @@ def why_not_yet(state: Rollout, facts: Facts, settings: RolloutSettings) -> str:
     if tokens < settings.min_tokens:
         return f"{tokens} of {settings.min_tokens} compared tokens at this step"
     for measure in evidence.lacking(facts.alpha):
-        bound = evidence.bounds[measure]
-        return f"{measure} is not proven to stay below {bound:g} yet"
-    return _slower(facts, settings)
+        bound = evidence.said(measure, evidence.bounds[measure])
+        return f"{measure} is not proven to stay below {bound} yet"
+    return _above(evidence) or _slower(facts, settings)
+
+
+def _above(evidence: Evidence) -> str:
+    """Say which mean lies above its bound as far as it was seen, though that proves no harm yet."""
+    for measure, bound in evidence.bounds.items():
+        tally = evidence.tally(measure)
+        if tally.mean > bound:
+            return (
+                f"{measure} is {evidence.said(measure, tally.mean)} over {tally.size}, "
+                f"at most {evidence.said(measure, bound)} is allowed"
+            )
+    return ""
 
 
 def _too_few_streams(facts: Facts, settings: RolloutSettings) -> str:
@@ -123,9 +135,9 @@ def _slower(facts: Facts, settings: RolloutSettings) -> str:
 
 
 def _harm_text(facts: Facts, measure: str, kind: str) -> str:
-    tally = facts.evidence.tally(measure, kind)
-    bound = facts.evidence.bounds[measure]
+    evidence = facts.evidence
+    tally = evidence.tally(measure, kind)
     return (
-        f"harm: {measure} of {kind} answers is {tally.mean:.4g} over {tally.size}, "
-        f"at most {bound:g} is allowed"
+        f"harm: {measure} of {kind} answers is {evidence.said(measure, tally.mean)} over "
+        f"{tally.size}, at most {evidence.said(measure, evidence.bounds[measure])} is allowed"
     )

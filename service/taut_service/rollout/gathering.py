@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from taut_service.guard.evidence import Evidence
 from taut_service.guard.guard import Guard
-from taut_service.rollout.journal import Journal
+from taut_service.rollout.journal import Journal, JournalLostError
 from taut_service.rollout.pace import Pace
 from taut_service.rollout.state import Rollout
 
@@ -85,6 +85,13 @@ class Gathering:
         # What was observed meanwhile is in the evidence and not in the journal yet.
         counts.update(self._pending.get(key, Counter()))
         if evidence.counts != counts:
-            evidence.replace(counts)
+            try:
+                evidence.replace(counts)
+            except ValueError as error:
+                evidence.replace({})
+                raise JournalLostError(
+                    f"the evidence about {state.candidate!r} of {state.model!r} holds what is no "
+                    "count of it; start the rollout anew"
+                ) from error
             if old := evidence.forget_old():
                 await self._journal.forget(key, old)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from itertools import zip_longest
 from typing import Protocol
 
 from taut_service.config.settings import RolloutSettings, SettingsError
@@ -24,6 +25,13 @@ class Journal(Protocol):
 
         Raises:
             JournalLostError: it cannot be reached, or was tampered with.
+        """
+
+    async def check(self) -> None:
+        """Read the whole log again; it must be what ``entries`` say.
+
+        Raises:
+            JournalLostError: it is not, or cannot be reached.
         """
 
     async def append(self, entry: Entry) -> bool:
@@ -59,6 +67,26 @@ class Journal(Protocol):
 
     async def close(self) -> None:
         """Write what waits to be written."""
+
+
+def require_same(entries: Sequence[Entry], found: Sequence[str], place: str) -> None:
+    """Insist that a log still begins with the lines that were read from it, or written to it.
+
+    Args:
+        entries: that are known.
+        found: lines of the log now.
+        place: of the log, for the error.
+
+    Raises:
+        JournalLostError: naming the first line that is missing or another one.
+    """
+    for entry, line in zip_longest(entries, found[: len(entries)]):
+        if entry.line != line:
+            state = "is gone" if line is None else "is another one"
+            raise JournalLostError(
+                f"{place}: line {entry.seq} {state} since it was read; put it back, or restart "
+                "every gateway to go on from what is there"
+            )
 
 
 def build_journal(settings: RolloutSettings) -> Journal:

@@ -15,7 +15,7 @@ from redis.exceptions import RedisError
 from taut_service.admit.limits.redis_store import connect
 from taut_service.config.settings import RolloutRedis
 from taut_service.rollout.audit import Entry, TamperedError, check_lines
-from taut_service.rollout.journal import JournalLostError
+from taut_service.rollout.journal import JournalLostError, require_same
 
 _APPEND = """
 if redis.call('LLEN', KEYS[1]) ~= tonumber(ARGV[1]) then return 0 end
@@ -38,6 +38,7 @@ class RedisJournal:
 
     def __init__(self, settings: RolloutRedis) -> None:
         self._audit = f"{settings.key_prefix}audit"
+        self._place = f"Redis {self._audit}"
         self._evidence = f"{settings.key_prefix}evidence:"
         self._timeout_s = settings.timeout_s
         self._client = connect(settings, "rollout.redis")
@@ -45,13 +46,23 @@ class RedisJournal:
 
     async def refresh(self) -> None:
         """Read what others have appended."""
-        last = self.entries[-1] if self.entries else None
-        lines = await self._ask(self._client.lrange(self._audit, len(self.entries), -1))
+        known = self.entries[-1:]
+        # The last line that is known comes again: a list that was emptied or cut lacks it.
+        lines = await self._lines(len(self.entries) - len(known))
+        require_same(known, lines, self._place)
         try:
-            text = [line.decode("ascii") for line in lines]
-            self.entries += check_lines(text, f"Redis {self._audit}", last)
-        except (TamperedError, UnicodeDecodeError) as error:
+            new = check_lines(lines[len(known) :], self._place, known[0] if known else None)
+        except TamperedError as error:
             raise JournalLostError(str(error)) from error
+        self.entries += new
+
+    async def check(self) -> None:
+        """Read the whole list again."""
+        require_same(self.entries, await self._lines(0), self._place)
+
+    async def _lines(self, first: int) -> list[str]:
+        lines = await self._ask(self._client.lrange(self._audit, first, -1))
+        return [line.decode("ascii", "replace") for line in lines]
 
     async def append(self, entry: Entry) -> bool:
         """Append a line, unless somebody was faster."""
@@ -73,7 +84,10 @@ class RedisJournal:
         pipeline.expire(name, KEEP_S)
         pipeline.hgetall(name)
         *_, found = await self._ask(pipeline.execute())
-        return {field.decode(): int(times) for field, times in found.items()}
+        try:
+            return {field.decode(): int(times) for field, times in found.items()}
+        except ValueError as error:
+            raise JournalLostError(f"Redis {name}: holds what is no count") from error
 
     async def forget(self, key: str, fields: Collection[str]) -> None:
         """Drop counts."""

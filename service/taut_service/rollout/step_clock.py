@@ -9,10 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from taut_service.config.settings.rollout import LONGEST_PAUSE_S
+
 TOLERANCE_S = 1.0
 TOLERANCE_RATIO = 0.05
 """What the two may differ by between two looks: steering by NTP is slower than that."""
-LONGEST_GAP_S = 60.0
+LONGEST_GAP_S = 2.0 * LONGEST_PAUSE_S
 """Between two looks; a process that was stopped for longer has not watched."""
 
 

@@ -55,7 +55,7 @@ class _Body(BaseModel):
 
 
 class StartRequest(_Body):
-    """Which variant is to take over; ``force`` also within the cooldown after a rollback."""
+    """Which variant is to take over; ``force`` also in the cooldown, or of all traffic."""
 
     model: _Name
     candidate: _Name
@@ -215,7 +215,7 @@ def _evidence(guard: Guard, model: str, variant: str) -> Callable[[], EvidenceRe
     paused, counts = guard.paused(model, variant), dict(known.counts)
 
     def make() -> EvidenceReport:
-        copy = Evidence(known.bounds, counts)
+        copy = Evidence(known.bounds, counts, known.nats)
         shown = copy.shown(alpha)
         differing = shown.get(OF_VARIANT)
         return EvidenceReport(

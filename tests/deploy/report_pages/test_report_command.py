@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -44,6 +45,37 @@ def test_a_validations_page_is_the_one_beside_its_report(validated, capsys):
     page.unlink()
     assert main(["report", str(validated), "--json"]) == 0
     assert "Where they differ most" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda report: report.pop("verdict"), "the report: 'verdict' is a required property"),
+        (lambda report: report.update(verdict="PAS"), "verdict: 'PAS' is not one of"),
+        (
+            lambda report: report["metrics"]["mean_kl"].update(high=math.nan),
+            "metrics.mean_kl.high is not a finite number",
+        ),
+        (
+            lambda report: report["metrics"]["mean_kl"].pop("low"),
+            "metrics.mean_kl: 'low' is a required property",
+        ),
+    ],
+)
+@pytest.mark.parametrize("drawn", [True, False])
+def test_a_report_that_no_validation_wrote_is_refused_by_place(
+    validated, capsys, change, problem, drawn
+):
+    file = validated / "report.json"
+    report = json.loads(file.read_text(encoding="utf-8"))
+    change(report)
+    file.write_text(json.dumps(report))
+    if not drawn:
+        (validated / "report.html").unlink()
+    assert main(["report", str(validated)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{file}: {problem}" in line
+    assert (validated / "report.html").exists() == drawn
 
 
 @pytest.mark.parametrize("where", ["rehearsal", "the gateway's own folder"])

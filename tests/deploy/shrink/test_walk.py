@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from taut_deploy.checkpoint import read_manifest, verify
 from taut_deploy.compress import driver
 from taut_deploy.compress.mixed.scores import Scoring
 from taut_deploy.frontier import walk
+from taut_deploy.models.directory import weight_files
 from taut_deploy.models.store import describe_directory
 from taut_deploy.recipe import load_recipe
 from taut_deploy.verdict_record import require_verdict
@@ -81,6 +83,27 @@ def test_a_second_run_repeats_nothing(room, run, monkeypatch):
     assert code == 0
     assert (room.path / "twice" / "ledger.jsonl").read_bytes() == before
     assert (room.path / "twice" / "frontier.svg").read_bytes() == first
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_found_checkpoint_whose_weights_changed_is_not_found_again(room, run, lost):
+    output = f"changed-{lost}"
+    code, _, _ = run(*room.command("loose", output))
+    assert code == 0
+    (place,) = [name for name in room.tries(output) if not name.startswith(".")]
+    weights = next(iter(weight_files(room.path / output / "tries" / place)))
+    right = weights.read_bytes()
+    weights.unlink()
+    if not lost:
+        weights.write_bytes(right[:-1] + bytes([right[-1] ^ 1]))
+    code, out, err = run(*room.command("loose", output))
+    assert (code, out) == (2, "")
+    (line,) = err.strip().splitlines()
+    assert str(weights) in line
+    assert f"remove {weights.parent} and repeat the command" in line
+    shutil.rmtree(weights.parent)
+    assert run(*room.command("loose", output))[0] == 0
+    assert weights.read_bytes() == right
 
 
 def test_another_policy_judges_the_figures_that_are_there(room, run, monkeypatch):

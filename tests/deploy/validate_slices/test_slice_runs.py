@@ -144,6 +144,16 @@ def test_wrong_slices_are_said_before_a_model_is_loaded(folder, tmp_path, slices
     assert "\n" not in str(caught.value)
 
 
+def test_a_prompt_that_is_put_twice_is_refused(tmp_path):
+    file = tmp_path / "twice.jsonl"
+    file.write_text(json.dumps({"messages": [{"role": "user", "content": "w1"}]}) + "\n" * 2)
+    with pytest.raises(CouldNotValidateError, match="one prompt says nothing"):
+        read_prompts("chat", file, "--slice")
+    file.write_text(file.read_text() * 2)
+    with pytest.raises(CouldNotValidateError, match=r"--slice .*, line 3: repeats line 1"):
+        read_prompts("chat", file, "--slice")
+
+
 class Scripted:
     """Answers every conversation with the next of its lines."""
 
@@ -167,6 +177,15 @@ def setting(baseline, candidate):
         0,
         lambda items, ask: [ask(item) for item in items],
     )
+
+
+@pytest.mark.parametrize(("prompts", "bounded"), [(5, False), (6, True)])
+def test_a_few_answers_of_one_length_bound_no_ratio_of_lengths(prompts, bounded):
+    answers = [Answer("w1 w2", 160, "length")] * prompts
+    items = read_prompts("chat", None, "--slice").items[:prompts]
+    found = measures.chat(setting(answers, answers), items, None)
+    assert ("length_ratio" in found.metrics) == bounded
+    assert ("5 answers of one length" in found.not_measured.get("length_ratio", "")) != bounded
 
 
 def test_a_model_that_no_longer_stops_moves_the_chat_slice():

@@ -61,6 +61,8 @@ def test_a_file_is_read_with_its_kind_and_hash(tmp_path):
         ({"prompt": "p", "reference": "(", "match": "regex"}, "reference '\\('"),
         ({"prompt": "p", "reference": "a", "match": "fuzzy"}, "match: "),
         ({"prompt": "p", "reference": "a"}, "line 2: 'choices' and 'reference' in one file"),
+        (CHOICE, "line 2: repeats line 1; give each once"),
+        ({**CHOICE, "id": "b", "subtask": "s"}, "line 2: repeats line 1; give each once"),
     ],
 )
 def test_a_wrong_line_is_named(tmp_path, row, problem):

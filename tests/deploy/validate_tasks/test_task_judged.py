@@ -121,6 +121,27 @@ def test_the_section_counts_flips_and_shows_some():
     assert section["power"]["items_for_80"] == items_needed(0.5, 0.1)
 
 
+@pytest.mark.parametrize("each", [1, 4])
+def test_subtasks_that_are_all_alike_are_no_proof(each):
+    """Two sub-tasks without a flip: the interval is that of as many single items."""
+    groups = ["a"] * each + ["b"] * each
+    baseline = np.arange(2 * each) % 2 == 0
+    alike = share_metrics(baseline, baseline, groups, 1.96, resamples=300, seed=0)
+    assert alike == share_metrics(baseline, baseline, None, 1.96, resamples=300, seed=0)
+    for name in ("difference", "flips", "recovery"):
+        assert alike[name].high - alike[name].low > 0.3
+
+
+def test_a_task_without_a_flip_still_needs_the_items_that_bound_them():
+    needed = items_needed(0.0, 0.02)
+    assert needed == 189
+    right = np.zeros(needed, bool)
+    for items, within in ((needed, True), (needed - 10, False)):
+        rows = right[:items]
+        metrics = share_metrics(rows, rows, None, 1.959964, resamples=200, seed=0)
+        assert (metrics["difference"].low >= -0.02) == within
+
+
 def test_the_items_that_power_needs_are_those_of_a_simulation():
     flips, margin = 0.1, 0.03
     needed = items_needed(flips, margin)

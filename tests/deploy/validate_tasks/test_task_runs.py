@@ -321,6 +321,16 @@ def test_samples_that_cannot_be_paired_are_refused(folder, tmp_path, harness, ch
         validate(folder, tmp_path / "b", harness=("nowhere",))
 
 
+def test_a_document_that_the_harness_asks_twice_counts_once(folder, tmp_path, harness):
+    harness.samples = json.loads(json.dumps(harness.samples))
+    for role in ROLES:
+        rows = harness.samples[role]
+        rows.append(rows[0] | {"doc_id": len(rows)})
+    sections = validate(folder, tmp_path / "a", harness=("own",)).report["tasks"]["tasks"]
+    items = len(RECORDED["baseline"])
+    assert (sections["own"]["items"], sections["own"]["items_available"]) == (items, items + 1)
+
+
 BAD = {
     "an empty task file": (["--task", "EMPTY"], "", "the file is empty"),
     "no task file": (["--task", "nothing.jsonl"], "", "No such file"),

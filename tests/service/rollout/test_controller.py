@@ -84,6 +84,55 @@ async def test_a_command_that_others_are_always_faster_than_is_refused(
         assert (await report(admin))["phase"] == "none"
 
 
+async def test_evidence_that_is_none_ends_no_watch_and_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with kept_in(tmp_path) as admin:
+        await do(admin, "start", candidate="small")
+        with monkeypatch.context() as patch:
+            add_counts = FileJournal.add_counts
+
+            async def wrong(journal: FileJournal, key: str, counts: Any) -> dict[str, int]:
+                return {**await add_counts(journal, key, counts), "chat|kl": 1}
+
+            patch.setattr(FileJournal, "add_counts", wrong)
+            await eventually(lambda: journal_is(admin, up=False))
+        assert "the evidence about 'small' of 'm' holds what is no count of it" in caplog.text
+        await eventually(lambda: journal_is(admin, up=True))
+
+
+async def test_a_log_that_is_removed_stops_the_rollout_and_the_command_says_so(
+    tmp_path: Path,
+) -> None:
+    async with kept_in(tmp_path) as admin:
+        await do(admin, "start", candidate="small")
+        away = (tmp_path / "audit.jsonl").rename(tmp_path / "away")
+        await eventually(lambda: journal_is(admin, up=False))
+        status, refused = await do(admin, "hold")
+        assert (status, refused["error"]["code"]) == (503, "journal_lost")
+        assert "audit.jsonl: No such file" in refused["error"]["message"]
+        assert (await admin.ask("GET", "/admin/rollout/history")).status == 503
+        away.replace(tmp_path / "audit.jsonl")
+        await eventually(lambda: journal_is(admin, up=True))
+        assert (await do(admin, "hold"))[0] == 200
+
+
+async def test_a_candidate_that_has_all_traffic_does_not_lose_it_by_a_second_start(
+    tmp_path: Path,
+) -> None:
+    async with kept_in(tmp_path) as admin:
+        await do(admin, "start", candidate="small")
+        for _ in range(3):
+            await send(admin, 20)
+            await asyncio.sleep(0.3)
+        await eventually(lambda: stands(admin, "complete"), 10)
+        status, refused = await do(admin, "start", candidate="small")
+        assert (status, refused["error"]["code"]) == (409, "rollout_complete")
+        assert (await report(admin))["weights"] == {"base": 0, "small": 1}
+        assert (await do(admin, "start", candidate="small", force=True))[0] == 200
+        assert (await report(admin))["percent"] == 0
+
+
 async def test_what_another_gateway_decided_first_stands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -34,6 +34,14 @@ def evidence(answers: int = 150, step: int = 0, tokens: int = 1500) -> Evidence:
     return Evidence(BOUNDS, {"answers": answers, "tokens": tokens, **fields})
 
 
+def failing(errors: int, of: int = 20) -> Evidence:
+    """Everything else held; too few errors to prove harm, and more than are allowed."""
+    found = evidence()
+    found.bounds["error"] = 0.02
+    found.add_counts({"text|error|1000": errors, "text|error|0": of - errors})
+    return found
+
+
 def medians(first_s: float, per_s: float, streams: int = 5, spread: float = 1.02) -> Medians:
     return Medians(
         *(Median(at / spread, at, at * spread) for at in (first_s, per_s)), streams=streams
@@ -69,6 +77,7 @@ def test_with_everything_in_it_climbs_to_the_next_step_and_at_last_is_complete()
         ({"evidence": evidence(149)}, "99 of 100 compared answers"),
         ({"evidence": evidence(150, tokens=1499)}, "999 of 1000 compared tokens"),
         ({"evidence": evidence(150, step=90)}, "kl is not proven to stay below 0.1 yet"),
+        ({"evidence": failing(2)}, "error is 0.1 over 20, at most 0.02 is allowed"),
         (
             {"candidate": medians(0.151, 0.01)},
             "first token: median 0.151 s, at most 1.5 times 0.1 s are allowed",
@@ -108,6 +117,16 @@ def test_harm_rolls_back_in_every_watched_phase(phase: Any) -> None:
     assert (decision.action, decision.percent) == ("rollback", 0)
     assert decision.why.startswith("harm: ")
     assert "is 0.4 over 150, at most 0.1 is allowed" in decision.why
+
+
+def test_what_is_measured_in_nats_is_told_in_nats() -> None:
+    """As it was configured: the bound of the clip is no number that anybody gave."""
+    for step, why in (
+        (400, "harm: kl of all answers is 0.2 nats over 150, at most 0.05 nats is allowed"),
+        (90, "kl is not proven to stay below 0.05 nats yet"),
+    ):
+        known = Evidence(BOUNDS, evidence(step=step).counts, {"kl": 0.5})
+        assert decide(STATE, replace(GOOD, evidence=known), SETTINGS).why == why
 
 
 @pytest.mark.parametrize("phase", ["held", "complete", "rolled_back", "manual"])
@@ -155,6 +174,8 @@ def test_a_process_that_did_not_watch_gains_no_time() -> None:
         ({}, "'directory' is needed"),
         ({"directory": "/x", "steps": [0, 50, 10, 100]}, "must climb"),
         ({"directory": "/x", "steps": [0, 50]}, "must be 100"),
+        ({"directory": "/x", "steps": [100]}, "comes before all evidence: give one below 100"),
+        ({"directory": "/x", "every_s": 31}, "less than or equal to 30"),
         ({"directory": "/x", "store": "redis"}, "'directory' is needed"),
         ({"store": "redis"}, "'redis' is needed"),
         ({"directory": "/x", "webhook": "ftp://secret"}, "must be of the form https://host/path"),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -203,13 +204,62 @@ async def test_a_tampered_log_is_refused_at_the_start(tmp_path: Path) -> None:
         FileJournal(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "text",
+    ['{"a": 1}', '{"a": {"chat|kl": 1}}', '{"a": {"chat|kl|x": 1}}', '{"a": {"answers": 1e999}}'],
+)
 async def test_unreadable_evidence_begins_anew_and_is_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / EVIDENCE).write_text('{"a": 1}')
+    (tmp_path / EVIDENCE).write_text(text)
     journal = FileJournal(tmp_path)
     assert "evidence begins anew" in caplog.text
     assert await journal.add_counts("a", {}) == {}
+    await journal.close()
+
+
+async def test_a_log_that_is_taken_away_while_it_is_written_is_missed(tmp_path: Path) -> None:
+    """Lines would go on into a file that nobody finds at the next start."""
+    journal, file = FileJournal(tmp_path), tmp_path / AUDIT
+    await write(journal, "started")
+    await write(journal, "held")
+    await journal.refresh()
+    away = file.rename(tmp_path / "away")
+    with pytest.raises(JournalLostError, match=r"audit\.jsonl: No such file"):
+        await journal.refresh()
+    file.write_bytes(away.read_bytes())
+    with file.open("rb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(JournalLostError, match=r"audit\.jsonl: Resource temporarily"):
+            await journal.refresh()
+    await journal.refresh()  # a copy does as well
+    assert await write(journal, "promoted")
+    await journal.check()
+    await journal.close()
+    assert len(check_lines(file.read_text().splitlines(), "log")) == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda text: text.replace('"held"', '"hold"'), "line 2 is another one since it was read"),
+        (lambda text: text.splitlines(keepends=True)[0], "line 2 is gone since it was read"),
+        (lambda text: text * 2, "somebody else writes it"),
+    ],
+)
+async def test_a_log_that_is_changed_while_it_is_written_is_named(
+    change: Callable[[str], str], told: str, tmp_path: Path
+) -> None:
+    journal, file = FileJournal(tmp_path), tmp_path / AUDIT
+    await write(journal, "started")
+    await write(journal, "held")
+    right = file.read_text()
+    file.write_text(change(right))
+    for _ in range(2):
+        with pytest.raises(JournalLostError, match=rf"audit\.jsonl: {told}"):
+            await journal.refresh()
+    file.write_text(right)
+    await journal.refresh()
     await journal.close()
 
 
@@ -244,4 +294,27 @@ async def test_a_tampered_list_in_redis_is_named(tmp_path: Path) -> None:
         await journal._client.rpush("taut:rollout:audit", json.dumps(forged))
         with pytest.raises(JournalLostError, match="taut:rollout:audit: line 2: does not follow"):
             await journal.refresh()
+        await journal.close()
+
+
+async def test_a_list_in_redis_that_is_emptied_or_changed_is_named(tmp_path: Path) -> None:
+    """A Redis that keeps nothing on disk is empty after its restart."""
+    async with redis_server(tmp_path) as server:
+        journal = RedisJournal(RolloutRedis(url=server.url))
+        for event in ("started", "held", "promoted"):
+            await write(journal, event)
+        await journal.refresh()
+        first = journal.entries[0].line
+        await journal._client.lset("taut:rollout:audit", 0, first.replace('"me"', '"he"'))
+        with pytest.raises(JournalLostError, match="taut:rollout:audit: line 1 is another one"):
+            await journal.check()
+        await journal._client.rpop("taut:rollout:audit")
+        with pytest.raises(JournalLostError, match="line 3 is gone since it was read; put it back"):
+            await journal.refresh()
+        await journal._client.flushall()
+        with pytest.raises(JournalLostError, match="line 3 is gone"):
+            await journal.refresh()
+        await journal._client.hset("taut:rollout:evidence:id1|x", "answers", "many")
+        with pytest.raises(JournalLostError, match=r"evidence:id1\|x: holds what is no count"):
+            await journal.add_counts("id1|x", {})
         await journal.close()

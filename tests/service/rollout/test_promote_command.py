@@ -49,6 +49,12 @@ async def test_a_rollout_by_commands(
             assert out.startswith("m: no rollout; baseline base\n  small: INCONCLUSIVE: ")
             guard = admin.harness.app.guard
             assert guard is not None
+            # A step of a tenth of the clip, 0.05 nats, whose bound is 0.1 nats.
+            guard.evidence("m", "small").observe("chat", {"kl": 0.1, "loop": 0.1}, 10)
+            assert await run(admin.port, "status") == 0
+            out = capsys.readouterr().out
+            assert "    kl: 0.0500 in [-0.4931, 0.4943] nats, at most 0.1 nats\n" in out
+            assert "    loop: 0.1000 in [-0.9861, 0.9886], at most 0.05\n" in out
             guard.budget.kept = 0.125
             assert await run(admin.port, "status") == 0
             assert capsys.readouterr().out.startswith(

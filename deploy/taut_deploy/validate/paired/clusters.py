@@ -61,6 +61,12 @@ def ratio_interval(
     return float(estimate[0] - high * error[0]), float(estimate[0] - low * error[0])
 
 
+def has_spread(ratio: ClusterRatio) -> bool:
+    """Whether the clusters differ at all; without that, they do not tell how far others would."""
+    _, error = _estimate(ratio.above[None], ratio.below[None])
+    return bool(error[0] > 0.0)
+
+
 def _estimate(above: Floats, below: Floats) -> tuple[Floats, Floats]:
     """Ratio and standard error of each row; a row of [rows, clusters] is one sample."""
     clusters = above.shape[1]

@@ -1,7 +1,8 @@
 """What is said of two models that answered the same items rightly or wrongly.
 
 Recovery, difference and flips with their intervals: from the counts where items stand alone, by the
-bootstrap over groups where they belong to some.
+bootstrap over groups where they belong to some. Groups that are all alike have nothing to tell
+their spread by: there the interval is that of the counts.
 """
 
 import math
@@ -11,7 +12,12 @@ import numpy as np
 from scipy import stats
 
 from taut_deploy.validate.outcome import Metric
-from taut_deploy.validate.paired.clusters import ClusterRatio, Floats, ratio_interval
+from taut_deploy.validate.paired.clusters import (
+    ClusterRatio,
+    Floats,
+    has_spread,
+    ratio_interval,
+)
 from taut_deploy.validate.paired.counts import Bools, PairedCounts, count_pairs
 from taut_deploy.validate.paired.difference import difference_interval
 from taut_deploy.validate.paired.recovery import recovery_interval
@@ -56,11 +62,11 @@ def share_metrics(
     found = {}
     for name, estimate in estimates.items():
         ends: list[float] = []
+        sums = None if members is None else _sums(name, baseline, candidate, members)
         for quantile in (z, one_sided):
-            if members is None:
+            if sums is None or not has_spread(sums):
                 ends += _independent(name, counts, quantile)
             else:
-                sums = _sums(name, baseline, candidate, members)
                 alpha = float(2 * stats.norm.sf(quantile))
                 ends += ratio_interval(sums, alpha, resamples=resamples, seed=seed)
         low, high, one_low, one_high = (min(end, _LARGEST) for end in ends)
@@ -95,7 +101,8 @@ def items_needed(flips: float, margin: float, power: float = 0.8) -> int | None:
     """Items that show a candidate as good as its baseline to be within ``margin`` of it.
 
     The difference of paired answers has variance ``flips / items`` where the accuracies are equal;
-    a one-sided test at 2.5 % then finds it within the margin with the given power.
+    a one-sided test at 2.5 % then finds it within the margin with the given power. However few the
+    flips, it takes the items at which Wilson's interval of none ends at the margin.
 
     Args:
         flips: share of items that one of the two alone answers rightly.
@@ -107,5 +114,7 @@ def items_needed(flips: float, margin: float, power: float = 0.8) -> int | None:
     """
     if margin <= 0:
         return None
-    quantiles = float(stats.norm.isf(0.025) + stats.norm.ppf(power))
-    return max(2, math.ceil(quantiles**2 * flips / margin**2))
+    z = float(stats.norm.isf(0.025))
+    without_flips = z**2 * (1 - margin) / margin
+    with_flips = (z + float(stats.norm.ppf(power))) ** 2 * flips / margin**2
+    return max(2, math.ceil(without_flips), math.ceil(with_flips))

@@ -31,6 +31,8 @@ from taut_deploy.validate.text import Tokenizer
 
 _ANSWER_TOKENS = 12
 _WINDOWS = 4
+_LENGTHS_NEED = 6
+"""Answers cut at one length are equal without being alike: fewer say nothing of the next one."""
 
 
 class Speaker(Writer, Protocol):
@@ -151,9 +153,16 @@ def chat(setting: Setting, items: Sequence[Conversation], _: SliceBounds) -> Mea
     length = ratio(tokens[1], tokens[0], resamples=setting.resamples, seed=setting.seed)
     same = share([first.finish_reason == second.finish_reason for first, second in rows])
     metrics = {"loop_difference": loop, "same_finish": same}
+    missing = {}
+    if length is not None and length.low == length.high and len(rows) < _LENGTHS_NEED:
+        missing["length_ratio"] = (
+            f"{len(rows)} answers of one length bound nothing; give {_LENGTHS_NEED} prompts or more"
+        )
+    elif length is not None:
+        metrics["length_ratio"] = length
     means = {"baseline": sum(tokens[0]) / len(rows), "candidate": sum(tokens[1]) / len(rows)}
     values = {"loops": loop_shares, "tokens": means}
-    return Measured(metrics | ({"length_ratio": length} if length else {}), len(rows), values)
+    return Measured(metrics, len(rows), values, not_measured=missing)
 
 
 def code(setting: Setting, items: Sequence[Code], _: SliceBounds) -> Measured:

@@ -12,7 +12,7 @@ from taut_deploy.documents import first_problem, parse_json
 from taut_deploy.validate.errors import CouldNotValidateError
 from taut_deploy.validate.limits import Strict
 from taut_deploy.validate.slices.structured import why_no_schema
-from taut_deploy.validate.tasks.items import read_lines
+from taut_deploy.validate.tasks.items import read_lines, refuse_repeated
 
 _Text = Annotated[str, Field(min_length=1)]
 _Tokens = Annotated[int, Field(ge=1, le=4096)]
@@ -140,6 +140,9 @@ def read_prompts(name: str, path: Path | None, flag: str) -> Prompts:
         except ValidationError as error:
             problem = first_problem(error, "prompt")
             raise CouldNotValidateError(f"{flag} {path}, line {number}: {problem}") from error
+    refuse_repeated(
+        [(number, item) for (number, _), item in zip(rows, items, strict=True)], f"{flag} {path}"
+    )
     if len(items) < 2:
         raise CouldNotValidateError(f"{flag} {path}: one prompt says nothing; give two or more")
     return Prompts(source, digest, tuple(items))

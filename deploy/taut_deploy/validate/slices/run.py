@@ -74,6 +74,7 @@ def compare_slices(
             one.bounds,
             measured.metrics,
             more=_MORE,
+            why_not=measured.not_measured,
             accept_lower_bound=job.accept_lower_bound,
         )
     return sections, rules

@@ -61,7 +61,8 @@ def run_harness(
         metrics, rules = judge_task(answers, bounds, _Z, resamples=drawn.bootstrap, seed=drawn.seed)
         size = len(answers.items)
         judged = Judged(answers, metrics, rules, (size,), (size,), _Z)
-        section = task_section(judged, bounds, "harness", name, None, size)
+        available = sum(len(_first_filter(samples)) for samples in baseline.values())
+        section = task_section(judged, bounds, "harness", name, None, available)
         found[name] = section, rules
     return found
 
@@ -113,7 +114,11 @@ def _pair(
     several = len(baseline) > 1
     for part in sorted(baseline):
         ours = {_key(sample): sample for sample in _first_filter(candidate.get(part, []))}
+        seen: set[tuple[Any, Any]] = set()
         for sample in _first_filter(baseline[part]):
+            if (asked := _key(sample)[1:]) in seen:
+                continue  # the set has the same document twice: it is one question
+            seen.add(asked)
             other = ours.get(_key(sample))
             if other is None:
                 raise CouldNotValidateError(

@@ -12,6 +12,7 @@ groups are what is resampled.
 
 import hashlib
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -117,20 +118,42 @@ def read_task(path: Path, flag: str, name: str | None = None) -> TaskFile:
         CouldNotValidateError: unreadable, no item in it, a wrong line, or both kinds mixed.
     """
     rows, digest = read_lines(path, flag)
+    where = f"{flag} {path}"
     items = []
     for number, row in rows:
         try:
             items.append(Item.model_validate(row))
         except ValidationError as error:
             problem = first_problem(error, "item")
-            raise CouldNotValidateError(f"{flag} {path}, line {number}: {problem}") from error
+            raise CouldNotValidateError(f"{where}, line {number}: {problem}") from error
+    refuse_repeated([(number, item) for (number, _), item in zip(rows, items, strict=True)], where)
     kinds = [item.choices is None for item in items]
     if len(set(kinds)) > 1:
         at = rows[kinds.index(not kinds[0])][0]
         raise CouldNotValidateError(
-            f"{flag} {path}, line {at}: 'choices' and 'reference' in one file; make two of it"
+            f"{where}, line {at}: 'choices' and 'reference' in one file; make two of it"
         )
     return TaskFile(name or path.stem, path, digest, tuple(items))
+
+
+def refuse_repeated(lines: Sequence[tuple[int, BaseModel]], where: str) -> None:
+    """Refuse a question that is put twice: it would count as two that say the same.
+
+    Args:
+        lines: line number and what stands there.
+        where: flag and file, to begin the error.
+
+    Raises:
+        CouldNotValidateError: naming both lines.
+    """
+    seen: dict[str, int] = {}
+    for number, line in lines:
+        first = seen.setdefault(line.model_dump_json(exclude={"id", "subtask"}), number)
+        if first != number:
+            raise CouldNotValidateError(
+                f"{where}, line {number}: repeats line {first}; give each once, for what is asked "
+                "twice counts twice"
+            )
 
 
 def read_lines(path: Path, flag: str) -> tuple[list[tuple[int, dict[str, Any]]], str]:

@@ -15,6 +15,8 @@ from taut_service.config.settings.limits import RedisServer
 
 Percent = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)]
 Ratio = Annotated[float, Field(ge=1, le=100, allow_inf_nan=False)]
+LONGEST_PAUSE_S = 30
+"""Between two decisions: a step whose looks are rarer would count as not watched."""
 _PRINTABLE = re.compile(r"[\x21-\x7e]+")
 
 
@@ -55,7 +57,7 @@ class RolloutSettings(Section):
     max_inter_token_ratio: Ratio = 1.5
     min_streams: Annotated[int, Field(ge=2, le=10_000)] = 20
     cooldown_s: Seconds = 3600.0
-    every_s: Seconds = 1.0
+    every_s: Annotated[float, Field(gt=0, le=LONGEST_PAUSE_S, allow_inf_nan=False)] = 1.0
     webhook: str | None = None
     events: KubernetesEvents | None = None
     store: Literal["file", "redis"] = "file"
@@ -76,6 +78,10 @@ class RolloutSettings(Section):
             raise ValueError("'steps' must climb, such as [0, 1, 10, 50, 100]")
         if self.steps[-1] != 100:
             raise ValueError("the last of 'steps' must be 100")
+        if len(self.steps) == 1:
+            raise ValueError(
+                "the first of 'steps' comes before all evidence: give one below 100, such as 0"
+            )
         return self
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-import { bound, course, element, interval, percent, table } from "./draw.js";
+import { bound, course, element, interval, inUnits, percent, table } from "./draw.js";
 import { answers } from "./tokens.js";
 
 const EVERY_MS = 2000;
@@ -170,10 +170,11 @@ function drawEvidence(evidence) {
   const part = element("div", {}, title);
   if (evidence.agreement !== null) part.append(...drawAgreement(evidence));
   const rows = Object.entries(evidence.measures).filter(([, told]) => told.bound !== null)
+    .map(([name, told]) => [name, inUnits(told)])
     .map(([name, told]) => [
       name, interval(name, told),
-      `${told.mean.toFixed(4)} in [${told.low.toFixed(4)}, ${told.high.toFixed(4)}]`,
-      bound(told.bound), String(told.answers),
+      `${told.mean.toFixed(4)} in [${told.low.toFixed(4)}, ${told.high.toFixed(4)}]${told.unit}`,
+      bound(told.bound) + told.unit, String(told.answers),
     ]);
   if (rows.length) {
     const heads = ["Measure", "", "Beyond the baseline's noise", "At most", "Answers"];

@@ -36,12 +36,20 @@ function drawing(label, shapes) {
 // As it was configured: a quotient of two settings has more digits than anybody gave it.
 export const bound = (value) => String(Number(value.toPrecision(4)));
 
+// A measure in the unit that its setting has: nats, or a share.
+export function inUnits(told) {
+  if (told.nats === null) return { ...told, unit: "" };
+  const [mean, low, high, bound] = [told.mean, told.low, told.high, told.bound]
+    .map((value) => value * told.nats);
+  return { ...told, mean, low, high, bound, unit: " nats" };
+}
+
 // A mean, where the true one lies, and what it may be at most.
 export function interval(name, told) {
   const far = Math.max(0.01, 1.2 * Math.max(told.bound ?? 0, Math.abs(told.mean)));
   const at = (value) => 50 + 50 * Math.max(-1, Math.min(1, value / far));
-  const text = `${name}: ${told.mean.toFixed(4)} in ${told.low.toFixed(4)} to ${told.high.toFixed(4)}`;
-  const label = told.bound === null ? text : `${text}, at most ${bound(told.bound)}`;
+  const text = `${name}: ${told.mean.toFixed(4)} in ${told.low.toFixed(4)} to ${told.high.toFixed(4)}${told.unit}`;
+  const label = told.bound === null ? text : `${text}, at most ${bound(told.bound)}${told.unit}`;
   const shapes = [
     ["line", { class: "span", x1: at(told.low), x2: at(told.high), y1: 5, y2: 5 }],
     ["circle", { class: "mean", cx: at(told.mean), cy: 5, r: 2 }],
