@@ -10,6 +10,8 @@ CPU = set_values("cpu-minimal")
 CANARY = set_values("canary")
 GPU = set_values("one-gpu")
 AIR_GAPPED = set_values("air-gapped")
+ROLLOUT = set_values("rollout")
+NO_RECIPE = changed(CPU, "variants", [{"name": "w8a8", "checkpoint": "checkpoints/w8a8"}])
 
 REFUSED = [
     # where, what, words that the message must have
@@ -187,7 +189,64 @@ CROSSED = [
         {"directories": [{"from": "store:x", "to": "a"}]},
         "prepare.copy.directories: the prepare Job copies them, and prepare.enabled is false",
     ),
-    (GPU, "prepare.device", "cpu", "prepare.gpus: unused with prepare.device cpu"),
+    (GPU, "prepare.device", "cpu", "prepare.gpus: of no use: prepare.device is cpu"),
+    (CPU, "variants.0.servedName", "x", "variants[w8a8].servedName: of no use: it goes with urls"),
+    (
+        CPU,
+        "variants.0.apiKey",
+        {"existingSecret": "x"},
+        "variants[w8a8].apiKey: of no use: it goes",
+    ),
+    (CPU, "variants.0.gpuResource", "a.b/c", "variants[w8a8].gpuResource: of no use: it goes with"),
+    (CPU, "variants.0.gpus", 1, "variants[w8a8].kvCacheGib: of no use: it is of workers on a CPU"),
+    (CANARY, "variants.0.replicas", 2, "variants[baseline].replicas: of no use: autoscaling"),
+    (
+        CANARY,
+        "variants.0.autoscaling.podMetric",
+        {"name": "x", "averageValue": 1},
+        "variants[baseline].autoscaling.podMetric: of no use: kind is keda",
+    ),
+    (
+        CANARY,
+        "variants.2.autoscaling.tokensPerReplica",
+        5,
+        "variants[w4a16].autoscaling.tokensPerReplica: of no use: kind is hpa",
+    ),
+    (
+        CPU,
+        "modelStore",
+        {"existingClaim": "x", "storageClass": "fast"},
+        "modelStore.storageClass: of no use: no claim is made",
+    ),
+    (CPU, "worker.cache.storageClass", "fast", "worker.cache.storageClass: of no use: it goes"),
+    (
+        ROLLOUT,
+        "rollout.journal",
+        {"existingClaim": "x", "storageClass": "fast"},
+        "rollout.journal.storageClass: of no use",
+    ),
+    (
+        CPU,
+        "rollout",
+        {"journal": {"existingClaim": "x"}, "enabled": True, "store": "redis"},
+        "rollout.journal.existingClaim: of no use",
+    ),
+    (CPU, "prepare.copy.env", {"A": "b"}, "prepare.copy.env: of no use: it goes with prepare."),
+    (CPU, "prepare.copy.existingSecret", "x", "prepare.copy.existingSecret: of no use: it goes"),
+    (
+        NO_RECIPE,
+        "prepare.compressArgs",
+        ["--x"],
+        "prepare.compressArgs: of no use: no variant has a",
+    ),
+    (CANARY, "validation.gpus", 1, "validation.gpus: of no use: validation.device is cpu"),
+    (CANARY, "validation.acceptLowerBound", True, "validation.acceptLowerBound: of no use: only"),
+    (
+        CANARY,
+        "model.gateway.brown_out.to",
+        "w2",
+        'model.gateway.brown_out.to: "w2" is not the name of a variant (baseline, w8a8, w4a16)',
+    ),
     (
         CANARY,
         "validation.candidate",

@@ -57,6 +57,11 @@
 {{- if le $weights 0.0 -}}
 {{- fail "variants: the weights are all 0, so that no request would be served" -}}
 {{- end -}}
+{{- range $side, $name := pick (default dict .Values.model.gateway.brown_out) "from" "to" -}}
+{{- if not (has $name $names) -}}
+{{- fail (printf "model.gateway.brown_out.%s: %q is not the name of a variant (%s)" $side $name (join ", " $names)) -}}
+{{- end -}}
+{{- end -}}
 {{- with .Values.gateway.autoscaling -}}
 {{- $requests := or .inflightPerReplica .queuedPerReplica -}}
 {{- if and (eq .kind "keda") (not $requests) -}}
@@ -83,9 +88,7 @@
 {{- if and .Values.prepare.copy.directories (not .Values.prepare.enabled) -}}
 {{- fail "prepare.copy.directories: the prepare Job copies them, and prepare.enabled is false" -}}
 {{- end -}}
-{{- if and .Values.prepare.gpus (ne .Values.prepare.device "cuda") -}}
-{{- fail "prepare.gpus: unused with prepare.device cpu" -}}
-{{- end -}}
+{{- include "taut.checks.unused" . -}}
 {{- if and $keda (not .Values.keda.prometheusAddress) -}}
 {{- fail "keda.prometheusAddress: needed with autoscaling.kind keda" -}}
 {{- end -}}
