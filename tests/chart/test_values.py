@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
-from chart_rendering import changed, needs_helm, set_values, template
+from chart_rendering import (
+    CHART,
+    DEFAULTS,
+    Document,
+    changed,
+    needs_helm,
+    set_values,
+    template,
+)
 
 pytestmark = needs_helm
+SCHEMA: Document = json.loads((CHART / "values.schema.json").read_text())
 CPU = set_values("cpu-minimal")
 CANARY = set_values("canary")
 GPU = set_values("one-gpu")
@@ -114,6 +127,47 @@ def test_schema_refuses(path: str, value: object, words: list[str]):
     assert done.stdout == ""
     for word in words:
         assert word in done.stderr, done.stderr
+
+
+LEFT_BLANK = [
+    ("gateway", "at '': missing property 'gateway'"),
+    ("gateway.replicas", "at '/gateway': missing property 'replicas'"),
+    ("worker.cache.warm", "at '/worker/cache': missing property 'warm'"),
+    ("prepare.copy.image.repository", "at '/prepare/copy/image': missing property 'repository'"),
+    ("guard", "missing property 'guard'"),
+    ("commonLabels", "missing property 'commonLabels'"),
+]
+
+
+@pytest.mark.parametrize(("path", "message"), LEFT_BLANK)
+def test_a_key_left_blank_is_named(path: str, message: str):
+    """Helm drops its default as well, on which templates would fail, or which they take for 0."""
+    done = template(changed(CPU, path, None))
+    assert done.returncode != 0 and done.stdout == ""
+    assert message in done.stderr, done.stderr
+
+
+def blank(values: Document, path: str = "") -> Iterator[str]:
+    """Paths of all defaults that no empty text is."""
+    for key, value in values.items():
+        if value != "" and key not in ("resources", "initResources"):
+            yield f"{path}{key}"
+            if isinstance(value, dict) and key not in OPEN:
+                yield from blank(value, f"{path}{key}.")
+
+
+OPEN = ("podSecurityContext", "containerSecurityContext", "labels")
+"""Maps in which null takes a key away on purpose."""
+
+
+@pytest.mark.parametrize("path", list(blank(DEFAULTS)))
+def test_schema_wants_every_default(path: str):
+    *parents, key = path.split(".")
+    section: Any = SCHEMA
+    for name in parents:
+        section = section["properties"][name]
+        section = SCHEMA["definitions"].get(section.get("$ref", "").rpartition("/")[2], section)
+    assert key in section["required"]
 
 
 CROSSED = [
