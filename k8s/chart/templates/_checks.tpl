@@ -120,6 +120,11 @@
 {{- if and (eq $validation.through "servers") (not $validation.acceptLowerBound) (not (hasPrefix "/" $validation.policy)) -}}
 {{- fail "validation.through: servers tell a lower bound of mean_kl only, which every built-in policy limits, so that it would never pass; use both, or set validation.acceptLowerBound" -}}
 {{- end -}}
+{{- range .Values.variants -}}
+{{- if and .apiKey (has .name (list $validation.baseline $validation.candidate)) -}}
+{{- fail (printf "validation.enabled: the Job does not have the key that variants[%s].apiKey names; judge these servers by taut validate --api-key-file" .name) -}}
+{{- end -}}
+{{- end -}}
 {{- if ne $validation.through "servers" -}}
 {{- range .Values.variants -}}
 {{- if and (or .artifact .urls) (has .name (list $validation.baseline $validation.candidate)) -}}
