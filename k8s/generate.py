@@ -70,6 +70,7 @@ def schema() -> dict[str, Any]:
     """Return the chart's JSON schema, with the gateway's sections among its definitions."""
     written = described()
     _let_spellings_pass(written)
+    _require_defaults(written, written, yaml.safe_load((CHART / "values.yaml").read_text()))
     text = json.dumps(Settings.model_json_schema()["$defs"]).replace("#/$defs/", "#/definitions/")
     of_gateway: dict[str, Any] = json.loads(text)
     for section in written["properties"].values():
@@ -77,6 +78,28 @@ def schema() -> dict[str, Any]:
             _take_over(section, of_gateway[taken["of"]], taken["without"])
     written["definitions"] |= {name: of_gateway[name] for name in _reached(written, of_gateway)}
     return written
+
+
+def _require_defaults(
+    root: dict[str, Any], section: dict[str, Any], defaults: dict[str, Any]
+) -> None:
+    """Require what ``values.yaml`` gives: Helm drops a key that is null, or left blank.
+
+    An empty text is as good as none, and so are no requests and limits.
+    """
+    keys = [key for key in defaults if key in section["properties"] and defaults[key] != ""]
+    below = {key: _resolved(root, section["properties"][key]) for key in keys}
+    required = [key for key in keys if below[key] is not root["definitions"]["resources"]]
+    section["required"] = sorted({*section.get("required", []), *required})
+    for key, part in below.items():
+        if "properties" in part and key in required and isinstance(defaults[key], dict):
+            _require_defaults(root, part, defaults[key])
+
+
+def _resolved(root: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
+    name = part.get("$ref", "").rpartition("/")[2]
+    found: dict[str, Any] = root["definitions"].get(name, part)
+    return found
 
 
 def _take_over(section: dict[str, Any], of_gateway: dict[str, Any], without: list[str]) -> None:

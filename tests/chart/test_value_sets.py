@@ -14,6 +14,8 @@ from chart_rendering import NOTES, OWN_IMAGES, Document, documents, helm, needs_
 from cluster_names import is_dns_label
 from generate import CHART
 
+from taut_service.config.settings import load_settings
+
 pytestmark = needs_helm
 WRITTEN: Document = yaml.safe_load(Path(__file__).with_name("value_sets.yaml").read_text())
 SETS: dict[str, Document] = WRITTEN["sets"]
@@ -93,6 +95,14 @@ def test_set_is_valid(name: str):
             NOTES.add("NOT VALIDATED by its definition, which no package brings: InferencePool")
         if document["kind"] == "Service":
             assert is_dns_label(document["metadata"]["name"])
+
+
+@pytest.mark.parametrize("name", RENDERED)
+def test_gateway_takes_the_file_of_a_set(name: str, tmp_path: Path):
+    (found,) = (one for one in named(objects(name), "ConfigMap/-gateway") if one.get("data"))
+    path = tmp_path / "gateway.yaml"
+    path.write_text(found["data"]["gateway.yaml"])
+    assert load_settings(path).models
 
 
 @pytest.mark.parametrize("name", REFUSED)

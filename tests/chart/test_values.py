@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
-from chart_rendering import changed, needs_helm, set_values, template
+from chart_rendering import (
+    CHART,
+    DEFAULTS,
+    Document,
+    changed,
+    needs_helm,
+    set_values,
+    template,
+)
 
 pytestmark = needs_helm
+SCHEMA: Document = json.loads((CHART / "values.schema.json").read_text())
 CPU = set_values("cpu-minimal")
 CANARY = set_values("canary")
 GPU = set_values("one-gpu")
 AIR_GAPPED = set_values("air-gapped")
+ROLLOUT = set_values("rollout")
+NO_RECIPE = changed(CPU, "variants", [{"name": "w8a8", "checkpoint": "checkpoints/w8a8"}])
 
 REFUSED = [
     # where, what, words that the message must have
@@ -114,6 +129,47 @@ def test_schema_refuses(path: str, value: object, words: list[str]):
         assert word in done.stderr, done.stderr
 
 
+LEFT_BLANK = [
+    ("gateway", "at '': missing property 'gateway'"),
+    ("gateway.replicas", "at '/gateway': missing property 'replicas'"),
+    ("worker.cache.warm", "at '/worker/cache': missing property 'warm'"),
+    ("prepare.copy.image.repository", "at '/prepare/copy/image': missing property 'repository'"),
+    ("guard", "missing property 'guard'"),
+    ("commonLabels", "missing property 'commonLabels'"),
+]
+
+
+@pytest.mark.parametrize(("path", "message"), LEFT_BLANK)
+def test_a_key_left_blank_is_named(path: str, message: str):
+    """Helm drops its default as well, on which templates would fail, or which they take for 0."""
+    done = template(changed(CPU, path, None))
+    assert done.returncode != 0 and done.stdout == ""
+    assert message in done.stderr, done.stderr
+
+
+def blank(values: Document, path: str = "") -> Iterator[str]:
+    """Paths of all defaults that no empty text is."""
+    for key, value in values.items():
+        if value != "" and key not in ("resources", "initResources"):
+            yield f"{path}{key}"
+            if isinstance(value, dict) and key not in OPEN:
+                yield from blank(value, f"{path}{key}.")
+
+
+OPEN = ("podSecurityContext", "containerSecurityContext", "labels")
+"""Maps in which null takes a key away on purpose."""
+
+
+@pytest.mark.parametrize("path", list(blank(DEFAULTS)))
+def test_schema_wants_every_default(path: str):
+    *parents, key = path.split(".")
+    section: Any = SCHEMA
+    for name in parents:
+        section = section["properties"][name]
+        section = SCHEMA["definitions"].get(section.get("$ref", "").rpartition("/")[2], section)
+    assert key in section["required"]
+
+
 CROSSED = [
     (CPU, "variants.0.weight", 0, "variants: the weights are all 0"),
     (CANARY, "variants.1.name", "baseline", 'variants: two entries are named "baseline"'),
@@ -187,7 +243,64 @@ CROSSED = [
         {"directories": [{"from": "store:x", "to": "a"}]},
         "prepare.copy.directories: the prepare Job copies them, and prepare.enabled is false",
     ),
-    (GPU, "prepare.device", "cpu", "prepare.gpus: unused with prepare.device cpu"),
+    (GPU, "prepare.device", "cpu", "prepare.gpus: of no use: prepare.device is cpu"),
+    (CPU, "variants.0.servedName", "x", "variants[w8a8].servedName: of no use: it goes with urls"),
+    (
+        CPU,
+        "variants.0.apiKey",
+        {"existingSecret": "x"},
+        "variants[w8a8].apiKey: of no use: it goes",
+    ),
+    (CPU, "variants.0.gpuResource", "a.b/c", "variants[w8a8].gpuResource: of no use: it goes with"),
+    (CPU, "variants.0.gpus", 1, "variants[w8a8].kvCacheGib: of no use: it is of workers on a CPU"),
+    (CANARY, "variants.0.replicas", 2, "variants[baseline].replicas: of no use: autoscaling"),
+    (
+        CANARY,
+        "variants.0.autoscaling.podMetric",
+        {"name": "x", "averageValue": 1},
+        "variants[baseline].autoscaling.podMetric: of no use: kind is keda",
+    ),
+    (
+        CANARY,
+        "variants.2.autoscaling.tokensPerReplica",
+        5,
+        "variants[w4a16].autoscaling.tokensPerReplica: of no use: kind is hpa",
+    ),
+    (
+        CPU,
+        "modelStore",
+        {"existingClaim": "x", "storageClass": "fast"},
+        "modelStore.storageClass: of no use: no claim is made",
+    ),
+    (CPU, "worker.cache.storageClass", "fast", "worker.cache.storageClass: of no use: it goes"),
+    (
+        ROLLOUT,
+        "rollout.journal",
+        {"existingClaim": "x", "storageClass": "fast"},
+        "rollout.journal.storageClass: of no use",
+    ),
+    (
+        CPU,
+        "rollout",
+        {"journal": {"existingClaim": "x"}, "enabled": True, "store": "redis"},
+        "rollout.journal.existingClaim: of no use",
+    ),
+    (CPU, "prepare.copy.env", {"A": "b"}, "prepare.copy.env: of no use: it goes with prepare."),
+    (CPU, "prepare.copy.existingSecret", "x", "prepare.copy.existingSecret: of no use: it goes"),
+    (
+        NO_RECIPE,
+        "prepare.compressArgs",
+        ["--x"],
+        "prepare.compressArgs: of no use: no variant has a",
+    ),
+    (CANARY, "validation.gpus", 1, "validation.gpus: of no use: validation.device is cpu"),
+    (CANARY, "validation.acceptLowerBound", True, "validation.acceptLowerBound: of no use: only"),
+    (
+        CANARY,
+        "model.gateway.brown_out.to",
+        "w2",
+        'model.gateway.brown_out.to: "w2" is not the name of a variant (baseline, w8a8, w4a16)',
+    ),
     (
         CANARY,
         "validation.candidate",

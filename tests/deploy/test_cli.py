@@ -326,6 +326,11 @@ MISTAKES = {
     "guarded flag": (("worker", "checkpoint", "--", "--host", "0.0.0.0"), "--host: not passed on"),
     "no checkpoint": (("worker", "nowhere"), "nowhere: no such directory"),
     "serve settings": (("serve", "--workers", "0"), "workers"),
+    "serve's arguments": (("serve", "--", "--port", "4"), "--port: not passed on"),
+    "serve's cache": (
+        ("serve", "--", "--kv-cache-dtype=int8_per_token_head"),
+        "--kv-cache-dtype int8_per_token_head: not implemented on cpu",
+    ),
     "doctor of nothing": (("doctor", "nowhere"), "nowhere: no such directory"),
     "doctor of no model": (("doctor", "."), "no config.json"),
 }

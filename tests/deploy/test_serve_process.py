@@ -124,6 +124,13 @@ async def test_a_child_never_ready_is_given_up_on_naming_its_log(supervise):
         await process.run()
 
 
+async def test_a_child_that_refuses_its_arguments_is_not_asked_again(supervise):
+    process, _ = supervise("import sys; print('error: unknown: --nope'); sys.exit(2)")
+    with pytest.raises(WorkerError, match=r"child cannot start as asked: error: unknown: --nope"):
+        await process.run()
+    assert process.restarts == 0
+
+
 async def test_a_child_that_was_ready_is_never_given_up_on(supervise):
     process, _ = supervise("raise SystemExit(3)")
     process.was_ready = True

@@ -17,6 +17,7 @@ from taut_deploy.checkpoint import read_manifest
 from taut_deploy.errors import RecipeError, WorkerError
 from taut_deploy.home import TautHome
 from taut_deploy.serve import ServeSettings, load_serve_settings
+from taut_deploy.serve.checks import check_settings
 from taut_deploy.serve.prepare import gateway_configuration, prepare_models, require_free_port
 from taut_deploy.serve.supervise import (
     SharedMachine,
@@ -46,6 +47,25 @@ def test_the_key_at_fault_is_named(mistake, tmp_path):
     with pytest.raises(RecipeError, match=rf"serve\.yaml: {message}") as refused:
         load_serve_settings(tmp_path / "serve.yaml", {})
     assert "\n" not in str(refused.value)
+
+
+GATEWAYS = {
+    "key": ({"admission": {"max_inflght": 3}}, r"admission\.max_inflght: "),
+    "value": ({"cors": {"origins": ["x"]}}, r"cors: 'x' is not of the form"),
+    "file": ({"api_keys_file": "/nowhere/keys"}, "/nowhere/keys"),
+}
+
+
+@pytest.mark.parametrize("mistake", GATEWAYS)
+def test_what_the_gateway_would_refuse_is_refused_before_anything_is_fetched(mistake):
+    gateway, message = GATEWAYS[mistake]
+    with pytest.raises(RecipeError, match=f"taut serve: gateway: .*{message}") as refused:
+        check_settings(ServeSettings(gateway=gateway))
+    assert "\n" not in str(refused.value)
+
+
+def test_what_the_gateway_takes_passes():
+    check_settings(ServeSettings(gateway={"cors": {"origins": ["https://chat.example"]}}))
 
 
 def test_a_missing_file_and_a_wrong_option_are_named(tmp_path):

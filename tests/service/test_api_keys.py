@@ -48,7 +48,7 @@ def test_each_key_is_its_own_caller_in_either_case_of_its_hash() -> None:
     for wrong in (b"Bearer k-c", b"Bearer ", b"Basic k-a", b"k-a", b"Bearer k-a\x00"):
         with pytest.raises(UnauthorizedError):
             keys.caller_of([wrong])
-    with pytest.raises(UnauthorizedError):
+    with pytest.raises(UnauthorizedError, match="the request holds several API keys"):
         keys.caller_of([b"Bearer k-a", b"Bearer k-a"])
 
 

@@ -449,3 +449,19 @@ async def test_what_is_no_json_is_named(harness: Harness, value: bytes, said: st
     answer = await harness.post(b'{"model":"m","prompt":"x","seed":' + value + b"}")
     check(answer, 400, None, "invalid_json")
     assert answer.error["message"] == f"the request body is not acceptable JSON: {said}"
+
+
+KINDS = {
+    "[]": "an array",
+    "null": "null",
+    '"a"': "a string",
+    "true": "true or false",
+    "1.5": "a number",
+}
+
+
+@pytest.mark.parametrize("body", KINDS)
+async def test_a_body_that_is_no_object_is_named_in_the_words_of_json(harness: Harness, body: str):
+    answer = await harness.request("POST", CHATS, body.encode())
+    check(answer, 400, None, None)
+    assert answer.error["message"] == f"the request body must be a JSON object, not {KINDS[body]}"

@@ -55,6 +55,7 @@ def serve(
     as_json: JsonFlag = False,
 ) -> None:
     """Fetch, compress if needed, start workers and gateway, print a curl line; Ctrl-C ends all."""
+    from taut_deploy.serve.checks import check_settings
     from taut_deploy.serve.detach import serve_detached
     from taut_deploy.serve.prepare import gateway_configuration, prepare_models, require_free_port
     from taut_deploy.serve.supervise import serve as run
@@ -77,6 +78,7 @@ def serve(
     )
     home = TautHome.from_environment()
     require_free_port(settings.host, settings.port)
+    check_settings(settings)
     with progress_reporter(quiet=as_json) as report:
         models = prepare_models(settings, home, say, report)
     if as_json:

@@ -14,6 +14,8 @@ from taut_deploy.errors import WorkerError
 from taut_deploy.progress import Say
 
 _PR_SET_PDEATHSIG = 1
+_USAGE = 2
+"""Exit code of a program that refuses its arguments or files: taut's own, vLLM's, the gateway's."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,8 @@ class SupervisedProcess:
         """Start the child and restart it whenever it ends; its log begins anew.
 
         Raises:
-            WorkerError: if it failed several times in a row before it was ever ready.
+            WorkerError: if it failed several times in a row before it was ever ready, or refused
+                its arguments, as it would do again.
         """
         backoff = self._policy.first_backoff_s
         failures = 0
@@ -103,6 +106,11 @@ class SupervisedProcess:
                 started = time.monotonic()
                 code = await self._run_once()
                 failures = 0 if self.was_ready else failures + 1
+                if code == _USAGE and not self.was_ready:
+                    raise WorkerError(
+                        f"{self.spec.name} cannot start as asked: {self._last_line()} "
+                        f"(full log: {self.spec.log})"
+                    )
                 if failures >= self._policy.failures_before_ready:
                     raise WorkerError(
                         f"{self.spec.name} ended {failures} times before it was ready: "

@@ -57,6 +57,11 @@
 {{- if le $weights 0.0 -}}
 {{- fail "variants: the weights are all 0, so that no request would be served" -}}
 {{- end -}}
+{{- range $side, $name := pick (default dict .Values.model.gateway.brown_out) "from" "to" -}}
+{{- if not (has $name $names) -}}
+{{- fail (printf "model.gateway.brown_out.%s: %q is not the name of a variant (%s)" $side $name (join ", " $names)) -}}
+{{- end -}}
+{{- end -}}
 {{- with .Values.gateway.autoscaling -}}
 {{- $requests := or .inflightPerReplica .queuedPerReplica -}}
 {{- if and (eq .kind "keda") (not $requests) -}}
@@ -83,9 +88,7 @@
 {{- if and .Values.prepare.copy.directories (not .Values.prepare.enabled) -}}
 {{- fail "prepare.copy.directories: the prepare Job copies them, and prepare.enabled is false" -}}
 {{- end -}}
-{{- if and .Values.prepare.gpus (ne .Values.prepare.device "cuda") -}}
-{{- fail "prepare.gpus: unused with prepare.device cpu" -}}
-{{- end -}}
+{{- include "taut.checks.unused" . -}}
 {{- if and $keda (not .Values.keda.prometheusAddress) -}}
 {{- fail "keda.prometheusAddress: needed with autoscaling.kind keda" -}}
 {{- end -}}
@@ -116,6 +119,11 @@
 {{- $validation := .Values.validation -}}
 {{- if and (eq $validation.through "servers") (not $validation.acceptLowerBound) (not (hasPrefix "/" $validation.policy)) -}}
 {{- fail "validation.through: servers tell a lower bound of mean_kl only, which every built-in policy limits, so that it would never pass; use both, or set validation.acceptLowerBound" -}}
+{{- end -}}
+{{- range .Values.variants -}}
+{{- if and .apiKey (has .name (list $validation.baseline $validation.candidate)) -}}
+{{- fail (printf "validation.enabled: the Job does not have the key that variants[%s].apiKey names; judge these servers by taut validate --api-key-file" .name) -}}
+{{- end -}}
 {{- end -}}
 {{- if ne $validation.through "servers" -}}
 {{- range .Values.variants -}}

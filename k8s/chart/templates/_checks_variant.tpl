@@ -4,9 +4,6 @@
 {{- $variant := .variant -}}
 {{- $here := printf "variants[%s]" $variant.name -}}
 {{- if $variant.urls -}}
-{{- range $key := list "artifact" "recipe" "multiNode" "autoscaling" -}}
-{{- if get $variant $key -}}{{- fail (printf "%s.%s: of no use with urls: those workers run elsewhere" $here $key) -}}{{- end -}}
-{{- end -}}
 {{- if and $root.Values.networkPolicy.enabled (not $root.Values.networkPolicy.gatewayEgress) -}}
 {{- fail (printf "networkPolicy.gatewayEgress: %s.urls needs a rule that lets the gateway reach them" $here) -}}
 {{- end -}}

@@ -33,7 +33,12 @@
 {{- $_ := set $variant "name" .name -}}
 {{- if .urls -}}
 {{- $workers := list -}}
-{{- range .urls -}}{{- $workers = append $workers (dict "url" .) -}}{{- end -}}
+{{- $key := include "taut.gateway.workerKey" . -}}
+{{- range .urls -}}
+{{- $worker := dict "name" (trimPrefix "http://" .) "url" . -}}
+{{- if $key -}}{{- $_ := set $worker "api_key_file" $key -}}{{- end -}}
+{{- $workers = append $workers $worker -}}
+{{- end -}}
 {{- $_ := set $variant "workers" $workers -}}
 {{- with .servedName -}}{{- $_ := set $variant "served_name" . -}}{{- end -}}
 {{- else -}}
@@ -64,6 +69,11 @@
 {{- $_ := set $rollout "events" (dict "namespace" (include "taut.namespace" .) "deployment" (include "taut.gateway.name" .)) -}}
 {{- end -}}
 {{- toYaml $rollout -}}
+{{- end }}
+
+{{/* File with the key that workers elsewhere want; empty if they want none. Context: the variant. */}}
+{{- define "taut.gateway.workerKey" -}}
+{{- with .apiKey -}}/etc/taut/workers/{{ $.name }}/{{ default "key" .key }}{{- end -}}
 {{- end }}
 
 {{/* Whether gateways talk to the Kubernetes API: to find workers, or to write Events. */}}

@@ -222,9 +222,13 @@ class ApiKeys:
             return None
         if not authorization:
             raise UnauthorizedError("this gateway needs an API key: 'Authorization: Bearer KEY'")
+        if len(authorization) > 1:
+            raise UnauthorizedError(
+                "the request holds several API keys: send one, as 'Authorization: Bearer KEY'"
+            )
         scheme, _, key = authorization[0].partition(b" ")
         key = key.strip()
-        if len(authorization) > 1 or scheme.lower() != b"bearer" or not key:
+        if scheme.lower() != b"bearer" or not key:
             raise UnauthorizedError(
                 "the Authorization header is not of the form 'Authorization: Bearer KEY'"
             )

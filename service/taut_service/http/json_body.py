@@ -13,6 +13,15 @@ from typing import Any, Final, NoReturn
 
 from taut_service.errors import RequestError
 
+_KINDS: Final[dict[type, str]] = {
+    list: "an array",
+    str: "a string",
+    bool: "true or false",
+    type(None): "null",
+    int: "a number",
+    float: "a number",
+}
+"""JSON's words for what a body may hold beside an object."""
 _NO_NUMBER: Final = " is no number there"
 
 
@@ -68,7 +77,7 @@ def parse_body(body: bytes, *, give_way: bool = False) -> dict[str, Any]:
     if b"\\" in body:
         _refuse_lone_surrogates(document)
     if not isinstance(document, dict):
-        kind = type(document).__name__
+        kind = _KINDS[type(document)]
         raise RequestError(f"the request body must be a JSON object, not {kind}")
     return document
 
