@@ -15,7 +15,12 @@ import torch
 
 from taut_kernels.tuner.timing import Timing
 
-_PACKAGES = ("torch", "triton", "vllm", "humming-kernels", "gemlite", "taut")
+_PACKAGES = ("torch", "triton", "vllm", "taut")
+_RIVALS = (
+    *("humming-kernels", "gemlite", "quack-kernels", "lmdeploy", "flashinfer-python"),
+    *("deep-gemm", "liger-kernel"),
+)
+"""Told where they are installed: a report says of the others that they were not run."""
 _COLUMNS = (
     "shape N K M kernel us p20_us p80_us weight_GB_per_s share_of_copy_ceiling".split()  # noqa: SIM905
 )
@@ -63,11 +68,12 @@ def environment() -> dict[str, str]:
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
     driver = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     versions = {}
-    for package in _PACKAGES:
+    for package in (*_PACKAGES, *_RIVALS):
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            versions[package] = "not installed as a distribution"
+            if package in _PACKAGES:
+                versions[package] = "not installed as a distribution"
     return {
         "GPU": torch.cuda.get_device_name(),
         "driver": driver,

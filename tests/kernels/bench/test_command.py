@@ -415,6 +415,25 @@ def written_config(folder: Path) -> Path:
     return folder
 
 
+def test_a_report_names_our_libraries_and_the_rivals_that_are_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def version(package: str) -> str:
+        if package in ("vllm", "gemlite"):
+            raise report.importlib.metadata.PackageNotFoundError(package)
+        return f"{len(package)}.0"
+
+    monkeypatch.setattr(report.importlib.metadata, "version", version)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
+    driver = types.SimpleNamespace(stdout="580\n")
+    monkeypatch.setattr(report.subprocess, "run", lambda *_, **__: driver)
+    facts = report.measured_with("7 cores")
+    assert facts.startswith("Measured with GPU a card, driver 580, ")
+    assert "vllm not installed as a distribution" in facts
+    assert "quack-kernels 13.0" in facts
+    assert "gemlite" not in facts
+
+
 def test_the_cache_holds_the_largest_cell_and_no_more() -> None:
     settings = Settings((1, 32), contexts=(128, 4096))
     token = 32 * 8 * 128 * 2 * 2
