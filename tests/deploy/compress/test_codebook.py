@@ -122,17 +122,18 @@ def test_a_weight_that_is_on_a_book_comes_back_exactly():
 
 
 def test_a_share_of_a_groups_end_is_the_best_of_those_tried():
-    groups = torch.randn(3, 2, 8, generator=torch.Generator().manual_seed(1))
-    costs = torch.rand(3, 2, 8, generator=torch.Generator().manual_seed(2))
+    weight = torch.randn(3, 16, generator=torch.Generator().manual_seed(1))
+    importance = torch.rand(16, generator=torch.Generator().manual_seed(2))
+    groups, costs = weight.view(3, 2, 8), importance.view(2, 8)
     ends = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))[..., 0]
-    book = torch.tensor([[-0.6, -0.2, 0.2, 1.0]])
-    found = codebook._best_share(groups, costs, ends, book)
+    books = torch.tensor([[-0.6, -0.2, 0.2, 1.0], [-0.9, -0.1, 0.3, 1.0], [0.0, 0.1, 0.5, 1.0]])
+    found = codebook._best_share(weight, importance, ends, books)
     for n, g in itertools.product(range(3), range(2)):
         lost = {}
         for share in codebook._SHARES:
             scale = ends[n, g] * share
-            near = (groups[n, g, :, None] - scale * book[0]).square().amin(-1)
-            lost[float(scale)] = float((near * costs[n, g]).sum())
+            near = (groups[n, g, :, None] - scale * books[n]).square().amin(-1)
+            lost[float(scale)] = float((near * costs[g]).sum())
         assert lost[float(found[n, g])] == pytest.approx(min(lost.values()))
 
 
@@ -147,7 +148,7 @@ def test_scales_fitted_with_the_book_lose_less_than_the_groups_ends(
     def lost() -> float:
         scale, book = codebook._fitted(weight, importance, spec)
         groups = weight.view(*scale.shape, -1)
-        near = codebook._nearest(groups / scale.float()[..., None], book)
+        near = codebook._nearest(groups / scale.float()[..., None], book.float().expand(64, -1))
         error = near * scale.float()[..., None] - groups
         return float((error.square() * importance.view(8, 32)).sum())
 

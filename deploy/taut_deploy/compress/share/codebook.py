@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from taut_deploy.compress.quantize.gptq import Feedback
+from taut_deploy.compress.quantize.scales import row_slices
 from taut_deploy.compress.share.kmeans import weighted_kmeans
 
 _LAZY_BLOCK = 128
@@ -128,38 +129,48 @@ def _fitted(
         Scales [N, G] and books [B, entries].
     """
     ends = _scales(weight, spec)
-    costs = importance.expand_as(weight).view(*ends.shape, -1)
-    groups = weight.view(costs.shape)
     scale, book = ends, _kmeans(weight, importance, ends, spec)
     for _ in range(_SEARCHES):
-        scale = _best_share(groups, costs, ends, book)
+        books = book.float().repeat_interleave(len(weight) // len(book), 0)
+        parts = [
+            _best_share(weight[rows], importance, ends[rows], books[rows])
+            for rows in row_slices(weight)
+        ]
+        scale = torch.cat(parts)
         book = _kmeans(weight, importance, scale, spec)
     return scale, book
 
 
 def _best_share(
-    groups: torch.Tensor, costs: torch.Tensor, ends: torch.Tensor, book: torch.Tensor
+    weight: torch.Tensor, importance: torch.Tensor, ends: torch.Tensor, books: torch.Tensor
 ) -> torch.Tensor:
     """The share of each group's end that loses least to a book, [N, G].
 
     A group with one far value would spend most of its entries between it and the others. Solving
-    for the scale loses less of the weights, and more of the outputs: far values are cut off.
+    for the scale loses less of the weights, and no less of the output.
+
+    Args:
+        weight: [N, K].
+        importance: [K], of a unit's square of error.
+        ends: [N, G], in the stored dtype.
+        books: [N, entries] fp32, the rising book of each row.
     """
+    groups = weight.view(*ends.shape, -1)
+    costs = importance.view(ends.shape[1], -1)
     best, least = ends, torch.full_like(ends, torch.inf, dtype=torch.float32)
     for share in _SHARES:
         scale = (ends.float() * share).to(ends.dtype)
         wide = scale.float()[..., None]
-        lost = (_nearest(groups / wide, book) * wide - groups).square_().mul_(costs).sum(-1)
+        lost = (_nearest(groups / wide, books) * wide - groups).square_().mul_(costs).sum(-1)
         best, least = torch.where(lost < least, scale, best), torch.minimum(lost, least)
     return best
 
 
-def _nearest(places: torch.Tensor, book: torch.Tensor) -> torch.Tensor:
-    """The nearest entries of a rising book to values [N, G, S]."""
-    values = book.float().contiguous()
-    borders = (values[:, 1:] + values[:, :-1]) / 2
-    found = torch.searchsorted(borders, places.reshape(len(book), -1))
-    return values.gather(1, found).view(places.shape)
+def _nearest(places: torch.Tensor, books: torch.Tensor) -> torch.Tensor:
+    """The nearest entries of each row's rising book to values [N, G, S]."""
+    borders = (books[:, 1:] + books[:, :-1]) / 2
+    found = torch.searchsorted(borders, places.flatten(1))
+    return books.gather(1, found).view(places.shape)
 
 
 def _scales(weight: torch.Tensor, spec: CodebookSpec) -> torch.Tensor:
