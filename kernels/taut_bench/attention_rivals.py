@@ -9,7 +9,6 @@ buffers its backend allocates. What is not installed raises `UnavailableError`.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from taut_bench.attention_cases import DIM, PAGE, Cached, Gradients, Prompt
-from taut_bench.fused_rivals import UnavailableError
+from taut_bench.fused_rivals import UnavailableError, imported
 from taut_kernels.attention.prefill import op as prefill
 
 Forward = Callable[[], Tensor]
@@ -38,15 +37,8 @@ _LEAST_PROGRAMS = 128
 """What vLLM's Triton backend splits contexts into, and up to how many programs it does."""
 
 
-def _module(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise UnavailableError(f"{name}: {error}") from error
-
-
 def _flash_attention() -> Any:
-    module = _module("vllm.vllm_flash_attn")
+    module = imported("vllm.vllm_flash_attn")
     if not module.is_fa_version_supported(3):
         raise UnavailableError(f"FA3: {module.fa_version_unsupported_reason(3)}")
     return module
@@ -89,7 +81,7 @@ def _unified(
     scales: tuple[Tensor, Tensor] | None,
 ) -> Callable[[], Tensor]:
     """Bind vLLM's Triton kernel to q [B · queries, Hq, D] over a paged cache."""
-    run = _module("vllm.v1.attention.ops.triton_unified_attention").unified_attention
+    run = imported("vllm.v1.attention.ops.triton_unified_attention").unified_attention
     heads, sequences, heads_k = q.shape[1], table.shape[0], k_cache.shape[2]
     out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
     threshold = _LEAST_PROGRAMS // heads_k
@@ -107,7 +99,7 @@ def _unified(
         shape = (sequences, heads_k)
         options |= {"k_descale": scales[0].expand(shape), "v_descale": scales[1].expand(shape)}
         if "kv_quant_mode" in inspect.signature(run).parameters:
-            modes = _module("vllm.v1.kv_cache_interface").KVQuantMode
+            modes = imported("vllm.v1.kv_cache_interface").KVQuantMode
             options["kv_quant_mode"] = modes.FP8_PER_TENSOR
     bounds, longest = _bounds(sequences, queries, q.device), table.shape[1] * k_cache.shape[1]
 
@@ -237,10 +229,7 @@ def _flashinfer(cached: Cached) -> tuple[Any, Tensor, tuple[Tensor, Tensor], tup
     """Return FlashInfer's decode, and queries [B, Hq, D], caches and their scales for it."""
     if cached.k_cache.dtype == torch.int8:
         raise UnavailableError("FlashInfer: knows no int8 cache")
-    try:
-        module = _module("flashinfer.decode")
-    except OSError as error:
-        raise UnavailableError(f"flashinfer: {error}") from error
+    module = imported("flashinfer.decode")
     scales = (1.0, 1.0)
     if cached.k_scale is not None and cached.v_scale is not None:
         scales = (cached.k_scale.item(), cached.v_scale.item())
@@ -273,11 +262,8 @@ def xqa_decode(cached: Cached) -> Decode:
     """Run FlashInfer's XQA over the paged cache."""
     module, q, caches, scales = _flashinfer(cached)
     workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
-    lens, out, (k_scale, v_scale) = (
-        cached.context_lens.to(torch.uint32),
-        torch.empty_like(q),
-        scales,
-    )
+    lens, out = cached.context_lens.to(torch.uint32), torch.empty_like(q)
+    k_scale, v_scale = scales
 
     def call() -> Tensor:
         found: Tensor = module.xqa_batch_decode_with_kv_cache(

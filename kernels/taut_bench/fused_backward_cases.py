@@ -7,7 +7,6 @@ for each, since Liger's backward passes write over what they were given.
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from taut_bench.fused_rivals import UnavailableError
+from taut_bench.fused_rivals import UnavailableError, imported
 from taut_kernels.activation.swiglu import swiglu
 from taut_kernels.loss.softmax import softmax
 from taut_kernels.norm.layer_norm import layer_norm
@@ -196,10 +195,7 @@ def _compiled(op: str) -> Run:
 
 
 def _liger_function(module: str, name: str) -> Any:
-    try:
-        return getattr(importlib.import_module(f"liger_kernel.ops.{module}"), name)
-    except ImportError as error:
-        raise UnavailableError(f"liger_kernel: {error}") from error
+    return getattr(imported(f"liger_kernel.ops.{module}"), name)
 
 
 def _liger(op: str) -> Run:
@@ -235,10 +231,7 @@ def _quack(op: str) -> Run:
     names = {"softmax": "softmax", "rms_norm": "rmsnorm", "add_rms_norm": "rmsnorm"}
     if op not in names:
         raise UnavailableError("quack has no such op")
-    try:
-        function = getattr(importlib.import_module(f"quack.{names[op]}"), names[op])
-    except (ImportError, OSError) as error:
-        raise UnavailableError(f"quack: {error}") from error
+    function = getattr(imported(f"quack.{names[op]}"), names[op])
     if op == "softmax":
         return lambda o: (function(*o.leaves),)
     if op == "rms_norm":

@@ -31,10 +31,15 @@ class UnavailableError(RuntimeError):
     """A rival cannot run here; the message says why."""
 
 
-def _module(name: str) -> Any:
+def imported(name: str) -> Any:
+    """Import a module of a rival's, whose own libraries may be what is missing.
+
+    Raises:
+        UnavailableError: it cannot be imported, and why.
+    """
     try:
         return importlib.import_module(name)
-    except ImportError as error:
+    except (ImportError, OSError) as error:
         raise UnavailableError(f"{name}: {error}") from error
 
 
@@ -52,7 +57,7 @@ def _buffers(form: Form, copies: Sequence[Operands]) -> list[tuple[Tensor, Tenso
 
 def vllm(form: Form, copies: Sequence[Operands]) -> Call:
     """Prepare what stock vLLM runs: one fused op where it has one, else its two ops."""
-    _module("vllm._custom_ops")
+    imported("vllm._custom_ops")
     ops = torch.ops._C
     buffers = _buffers(form, copies)
     if form.op in ("rope", "silu_mul") or form.out == "same":
@@ -156,12 +161,12 @@ def liger(form: Form, copies: Sequence[Operands]) -> Call:
     if form.out != "same" or form.op == "rope" or form.gpt_oss:
         raise UnavailableError("Liger has no such op")
     if form.op == "silu_mul":
-        forward = _module("liger_kernel.ops.swiglu").swiglu_fused_gate_up_forward
+        forward = imported("liger_kernel.ops.swiglu").swiglu_fused_gate_up_forward
         return _keeping(lambda o: forward(o.x)[1], copies)
     if form.op == "rms_norm":
-        forward = _module("liger_kernel.ops.rms_norm").rms_norm_forward
+        forward = imported("liger_kernel.ops.rms_norm").rms_norm_forward
         return _keeping(lambda o: forward(o.x, o.weight, EPSILON, 0.0, "llama", True)[0], copies)
-    forward = _module("liger_kernel.ops.fused_add_rms_norm").fused_add_rms_norm_forward
+    forward = imported("liger_kernel.ops.fused_add_rms_norm").fused_add_rms_norm_forward
     return _keeping(lambda o: forward(o.x, o.residual, o.weight, EPSILON, 0.0, "llama")[0], copies)
 
 
@@ -169,7 +174,7 @@ def quack(form: Form, copies: Sequence[Operands]) -> Call:
     """Prepare quack's norm, which writes the sum beside its input, not over it."""
     if form.out != "same" or not form.op.endswith("rms_norm"):
         raise UnavailableError("quack has no such op")
-    forward = _module("quack.rmsnorm").rmsnorm_fwd
+    forward = imported("quack.rmsnorm").rmsnorm_fwd
     return _keeping(lambda o: forward(o.x, o.weight, residual=o.residual, eps=EPSILON)[0], copies)
 
 

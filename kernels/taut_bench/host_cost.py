@@ -147,7 +147,7 @@ def _fused_rope(operands: fused_cases.Operands) -> Case:
     heads = [each.unflatten(1, (-1, fused_cases.HEAD_DIM)) for each in (q, k)]  # type: ignore[no-untyped-call]
 
     def prepare() -> Call:
-        fused_rivals._module("vllm._custom_ops")
+        fused_rivals.imported("vllm._custom_ops")
         given = (operands.positions, q, k, fused_cases.HEAD_DIM, operands.cache, True)
         return functools.partial(torch.ops._C.rotary_embedding, *given)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from taut_bench.fused_rivals import UnavailableError
+from taut_bench.fused_rivals import UnavailableError, imported
 from taut_kernels.loss.cross_entropy import cross_entropy
 from taut_kernels.loss.linear_cross_entropy import linear_cross_entropy
 from taut_kernels.loss.linear_jsd import linear_jsd
@@ -178,16 +177,9 @@ def torch_own(op: str) -> Loss:
     return lambda o: function(o.x, o.weight, o.target)
 
 
-def _liger() -> Any:
-    try:
-        return importlib.import_module("liger_kernel.transformers")
-    except ImportError as error:
-        raise UnavailableError(f"liger_kernel: {error}") from error
-
-
 def liger(op: str) -> Loss:
     """Return Liger's module; its KL is its JSD at the end, β = 0."""
-    library = _liger()
+    library = imported("liger_kernel.transformers")
     if op == "cross_entropy":
         module = library.LigerCrossEntropyLoss()
         # It writes the gradient over its input, as ours does here.
@@ -209,10 +201,7 @@ def quack(op: str) -> Loss:
     """Return quack's op, whose gradient overwrites logits that are given, as ours does."""
     if op not in ("cross_entropy", "linear_cross_entropy"):
         raise UnavailableError("quack has no such op")
-    try:
-        module = importlib.import_module(f"quack.{op}")
-    except (ImportError, OSError) as error:
-        raise UnavailableError(f"quack: {error}") from error
+    module = imported(f"quack.{op}")
     if op == "cross_entropy":
         return lambda o: module.cross_entropy(_made(o), o.target, inplace_backward=True)
     # On Hopper it takes its fused backward pass by itself.
@@ -223,10 +212,7 @@ def cut_cross_entropy(op: str) -> Loss:
     """Return Apple's Cut Cross-Entropy, with its gradient filter as it comes."""
     if op != "linear_cross_entropy":
         raise UnavailableError("Cut Cross-Entropy has no such op")
-    try:
-        function = importlib.import_module("cut_cross_entropy").linear_cross_entropy
-    except ImportError as error:
-        raise UnavailableError(f"cut_cross_entropy: {error}") from error
+    function = imported("cut_cross_entropy").linear_cross_entropy
     return lambda o: function(o.x, o.weight, o.target)
 
 

@@ -150,8 +150,9 @@ def turbomind(layer: Layer) -> Prepared:
         return linear.tune(x, weight)[0]
 
     def run(x: Tensor, own: Operands) -> Tensor:
-        plan = chosen.get(len(x)) or chosen.setdefault(len(x), plan_for(x))
-        y: Tensor = linear(x, weight, exec_plan=plan)[0]
+        if len(x) not in chosen:
+            chosen[len(x)] = plan_for(x)
+        y: Tensor = linear(x, weight, exec_plan=chosen[len(x)])[0]
         return y
 
     return Prepared((), run)

@@ -289,10 +289,7 @@ def test_guidellm_runs_as_it_is(served, base_model, tmp_path):
     run_client("guidellm", "-m", "guidellm", "run", *given, "--disable-console-interactive")
     (benchmark,) = json.loads(report.read_text())["benchmarks"]
     totals = benchmark["metrics"]["request_totals"]
-    # It may end before it has counted the last answer, which was sent all the same.
-    assert benchmark["scheduler_state"]["created_requests"] == 4
-    assert totals["successful"] in {3, 4}
-    assert (totals["errored"], totals["incomplete"]) == (0, 0)
+    assert (totals["successful"], totals["errored"]) == (4, 0)
     assert benchmark["metrics"]["output_token_count"]["successful"]["mean"] == 8
 
 

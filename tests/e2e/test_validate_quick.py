@@ -9,7 +9,7 @@ import json
 import resource
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +30,6 @@ MINUTES, CORES = 3, 2
 """What a quick validation may take."""
 HEADROOM = 3
 """Its work keeps no two cores busy from start to end, and other work may share them."""
-CPU_S = MINUTES * 60 * CORES / HEADROOM
 ITEMS = [
     ("Water freezes at", [" 0 °C", " 90 °C"]),
     ("The capital of France is", [" Paris", " Oslo", " Rome"]),
@@ -58,16 +57,6 @@ class Validated(NamedTuple):
     cpu_s: float
 
 
-def _cpu_seconds(command: Sequence[str], variables: Mapping[str, str]) -> float:
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(
-        command, env=variables, capture_output=True, text=True, timeout=800, check=False
-    )
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert done.returncode in {0, 1, 2}, done.stderr
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-
 @pytest.fixture(scope="module")
 def validated(
     served: Served,
@@ -84,18 +73,19 @@ def validated(
     command = [sys.executable, "-m", "taut_deploy", "validate", "--quick", "--json"]
     command += ["--baseline", base_model.path, "--candidate", str(served.checkpoint)]
     command += ["--policy", "aggressive-small-model", "--text", str(folder / "text.txt")]
-    command += ["--task", str(items)]
+    command += ["--output", str(folder / "report"), "--task", str(items)]
     variables = {**environment, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
     if not needs_lm_eval.args[0]:
         (folder / "asked.yaml").write_text(TASK.replace("FILE", str(items)))
         command += ["--lm-eval", "asked", "--lm-eval-path", str(folder)]
         variables |= {"PYTHONPATH": python_path("eval"), "HF_HOME": str(folder / "hf")}
-    cpu_s = _cpu_seconds([*command, "--output", str(folder / "report")], variables)
-    if cpu_s >= CPU_S:
-        # Work of others makes the same instructions cost up to twice the CPU time. In a folder of
-        # its own, since in that one it would go on with what is there.
-        again = [*command, "--output", str(folder / "again")]
-        cpu_s = min(cpu_s, _cpu_seconds(again, variables))
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        command, env=variables, capture_output=True, text=True, timeout=1500, check=False
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode in {0, 1, 2}, done.stderr
+    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     report = json.loads((folder / "report" / "report.json").read_text(encoding="utf-8"))
     return Validated(report, cpu_s)
 
@@ -105,7 +95,7 @@ def test_a_quick_validation_takes_less_than_three_minutes_of_two_cores(validated
     assert (text["sequences"], text["sequence_length"]) == (16, 256)
     assert 0.9 < validated.report["metrics"]["perplexity_ratio"]["estimate"] < 1.2
     print(f"{validated.cpu_s:.1f} CPU seconds, {validated.report['wall_time_s']:.1f} s")
-    assert validated.cpu_s < CPU_S
+    assert validated.cpu_s < MINUTES * 60 * CORES / HEADROOM
 
 
 @needs_lm_eval

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from taut_service.config.settings import RolloutSettings
-from taut_service.guard.evidence import Evidence
+from taut_service.guard.evidence import ALL_KINDS, Evidence
 from taut_service.rollout.pace import Medians
 from taut_service.rollout.state import WATCHED, Rollout
 
@@ -99,13 +99,15 @@ def why_not_yet(state: Rollout, facts: Facts, settings: RolloutSettings) -> str:
 def _above(evidence: Evidence) -> str:
     """Say which mean lies above its bound as far as it was seen, though that proves no harm yet."""
     for measure, bound in evidence.bounds.items():
-        tally = evidence.tally(measure)
-        if tally.mean > bound:
-            return (
-                f"{measure} is {evidence.said(measure, tally.mean)} over {tally.size}, "
-                f"at most {evidence.said(measure, bound)} is allowed"
-            )
+        if evidence.tally(measure).mean > bound:
+            return f"{measure} is {_beside_bound(evidence, measure, ALL_KINDS)}"
     return ""
+
+
+def _beside_bound(evidence: Evidence, measure: str, kind: str) -> str:
+    tally = evidence.tally(measure, kind)
+    mean, bound = evidence.said(measure, tally.mean), evidence.bounds[measure]
+    return f"{mean} over {tally.size}, at most {evidence.said(measure, bound)} is allowed"
 
 
 def _too_few_streams(facts: Facts, settings: RolloutSettings) -> str:
@@ -135,9 +137,4 @@ def _slower(facts: Facts, settings: RolloutSettings) -> str:
 
 
 def _harm_text(facts: Facts, measure: str, kind: str) -> str:
-    evidence = facts.evidence
-    tally = evidence.tally(measure, kind)
-    return (
-        f"harm: {measure} of {kind} answers is {evidence.said(measure, tally.mean)} over "
-        f"{tally.size}, at most {evidence.said(measure, evidence.bounds[measure])} is allowed"
-    )
+    return f"harm: {measure} of {kind} answers is {_beside_bound(facts.evidence, measure, kind)}"

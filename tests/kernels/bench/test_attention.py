@@ -150,7 +150,7 @@ def test_flashinfer_gets_tables_and_scales(
     module = types.SimpleNamespace(
         BatchDecodeWithPagedKVCacheWrapper=Wrapper, xqa_batch_decode_with_kv_cache=_xqa
     )
-    monkeypatch.setattr(attention_rivals, "_module", lambda _: module)
+    monkeypatch.setattr(attention_rivals, "imported", lambda _: module)
     cached = make_cached(Shape("decode", 2, 64, cache))
     found = attention_rivals.DECODE[name](cached)()
     assert DecodeGate(cached).why_wrong(found, False) is None

@@ -156,7 +156,7 @@ def test_vllms_and_ligers_activations_are_of_the_form_asked_for(
         swigluoai_and_mul=lambda y, x, alpha, limit: seen.append(("oai", y.shape, alpha, limit)),
         dynamic_scaled_int8_quant=lambda *_: seen.append(("int8",)),
     )
-    monkeypatch.setattr(fused_rivals, "_module", lambda name: None)
+    monkeypatch.setattr(fused_rivals, "imported", lambda name: None)
     monkeypatch.setattr(torch.ops, "_C", ops, raising=False)
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *shape, dtype, device: empty(*shape, dtype=dtype))
@@ -176,7 +176,7 @@ def test_quacks_norm_adds_the_residual_and_has_no_other_op(monkeypatch: pytest.M
         total = x if residual is None else x + residual
         return torch.nn.functional.rms_norm(total, (64,), weight, eps), total, None
 
-    monkeypatch.setattr(fused_rivals, "_module", lambda _: SimpleNamespace(rmsnorm_fwd=forward))
+    monkeypatch.setattr(fused_rivals, "imported", lambda _: SimpleNamespace(rmsnorm_fwd=forward))
     drawn = torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     x, residual, weight = *drawn, torch.ones(64, dtype=torch.bfloat16)
     for op, other in (("rms_norm", None), ("add_rms_norm", residual)):
@@ -212,7 +212,7 @@ def test_vllms_quantisation_alone_is_one_op(name: str, monkeypatch: pytest.Monke
     ops = SimpleNamespace(
         dynamic_per_token_scaled_fp8_quant=op("fp8"), dynamic_scaled_int8_quant=op("int8")
     )
-    monkeypatch.setattr(fused_rivals, "_module", lambda name: None)
+    monkeypatch.setattr(fused_rivals, "imported", lambda name: None)
     monkeypatch.setattr(torch.ops, "_C", ops, raising=False)
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *shape, dtype, device: empty(*shape, dtype=dtype))
